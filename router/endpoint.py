@@ -36,7 +36,7 @@ class Endpoint:
     key: Literal["client", "admin", ""] = "client"
     is_upload: bool = False
     body: type[Body] | None = None
-    form: Schema | None = None
+    form: type[Body] | None = None
     query: Sequence[Schema] = ()
 
 

@@ -68,7 +68,7 @@ def _described(endpoint: Endpoint, api: Api, schemas: Schema) -> Schema:
 
 def _request(endpoint: Endpoint, schemas: Schema) -> Schema | None:
     if endpoint.form is not None:
-        return {"multipart/form-data": {"schema": endpoint.form}}
+        return {"multipart/form-data": {"schema": _reference(endpoint.form, schemas)}}
     return None if endpoint.body is None else {"application/json": {"schema": _reference(endpoint.body, schemas)}}
 
 

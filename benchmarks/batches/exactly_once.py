@@ -108,15 +108,16 @@ async def run_process(folder: Path) -> None:
 
 def uploaded(storage: BatchStorage, num_lines: int, line_bytes: int) -> StoredBatch:
     file_id, now = new_id("file-"), time.time()
-    with storage.files.contents.writer(file_id) as writer:
+    with tempfile.TemporaryFile() as file:
         for start in range(0, num_lines, 1000):
             lines = []
             for number in range(start, min(start + 1000, num_lines)):
                 content = f"family {number % 20}. ".ljust(line_bytes, "x") + str(number)
                 body = {"model": "demo", "max_tokens": 3, "messages": [{"role": "user", "content": content}]}
                 lines.append(json.dumps({"custom_id": str(number), "method": "POST", "url": CHAT, "body": body}))
-            writer.write("".join(f"{line}\n" for line in lines).encode())
-        num_bytes = writer.commit()
+            file.write("".join(f"{line}\n" for line in lines).encode())
+        num_bytes = file.tell()
+        storage.files.contents.store(file_id, file)
     storage.files.add(
         StoredFile(id=file_id, tenant="", filename="lines", purpose="batch", bytes=num_bytes, created_s=now)
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import Field
@@ -13,9 +14,8 @@ from starlette.responses import Response
 
 from protos.errors import InvalidRequest, NotFound, UnknownModel
 from router.batches.asked import page_asked, storage_of
-from router.batches.file_routes import EXPIRY_S, list_body
+from router.batches.file_routes import EXPIRY, EXPIRY_S, list_body
 from router.batches.line_run import SERVED
-from router.files.batch_storage import BatchStorage
 from router.files.records import ENDED, UPLOADED, WINDOW, WINDOWS, StoredBatch, new_id
 from router.gateway import Gateway
 from router.http.body import read_body
@@ -28,9 +28,7 @@ _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancel
 
 class OutputExpiry(Body):
     anchor: Literal["created_at"] = Field(description='"created_at"')
-    seconds: int = Field(
-        ge=EXPIRY_S[0], le=EXPIRY_S[1], description=f"an integer between {EXPIRY_S[0]} and {EXPIRY_S[1]}"
-    )
+    seconds: int = Field(ge=EXPIRY_S[0], le=EXPIRY_S[1], description=EXPIRY)
 
 
 class BatchBody(Body):
@@ -74,7 +72,7 @@ async def create_batch(gateway: Gateway, request: Request) -> Response:
             f"The file {file.id} has the purpose {file.purpose}: upload the input of a batch with purpose={UPLOADED}",
             param="input_file_id",
         )
-    model = await asyncio.to_thread(model_of, gateway, storage, file.id)
+    model = await asyncio.to_thread(model_of, gateway, partial(storage.files.contents.read, file.id))
     now, expiry = storage.clock(), body.output_expires_after
     batch = StoredBatch(
         id=new_id("batch_"), tenant=tenant, key_id=gateway.access.key_id, api="openai", endpoint=body.endpoint,
@@ -87,11 +85,11 @@ async def create_batch(gateway: Gateway, request: Request) -> Response:
     return json_response(batch_body(batch))
 
 
-def model_of(gateway: Gateway, storage: BatchStorage, file_id: str) -> str:
+def model_of(gateway: Gateway, read: Callable[[int, int], bytes]) -> str:
     """The model of the file's first line: a batch is one model's. The check of its lines names what is wrong."""
     if not gateway.models:
         return gateway.card.name
-    first = storage.files.contents.read(file_id, 0, gateway.max_body_bytes).lstrip().partition(b"\n")[0]
+    first = read(0, gateway.max_body_bytes).lstrip().partition(b"\n")[0]
     try:
         named = str(read_json(first)["body"]["model"])
         card = gateway.serving(named).card

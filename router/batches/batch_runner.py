@@ -12,13 +12,12 @@ import asyncio
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 from protos.errors import BatonError, Internal, NotFound, NoWorkers, Overloaded, WorkerDraining
 from router.auth.auth import acting_for
-from router.auth.tenants import NOBODY, Tenant
+from router.auth.tenants import Tenant
 from router.batches.batch_metrics import BatchMetrics
 from router.batches.line_run import InputLine, LineAnswer, answer_line, read_line, result_of, undone
 from router.batches.lines import InputChecker, LineIndex
@@ -151,10 +150,9 @@ class _OwnedBatch:
         self._metrics = metrics
         self._batch = batch
         self._index = LineIndex()
-        self._stopped = asyncio.Event()  # cancelled by its client, or expired
         self._ends_as = batch.ends_as
-        self._lines: set[asyncio.Task[None]] = set()
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # of a line
+        self._lines: asyncio.Task[None] | None = None
+        self.is_stopped = False  # cancelled by its client, or expired
 
     async def refresh(self) -> None:
         """Raises Unavailable."""
@@ -168,14 +166,12 @@ class _OwnedBatch:
         elif self._storage.clock() >= batch.expires_s:
             self._stop("expired")
 
-    @property
-    def is_stopped(self) -> bool:
-        return self._stopped.is_set()
-
     def _stop(self, ends_as: str) -> None:
-        if not self._stopped.is_set():
+        if not self.is_stopped:
             self._ends_as = self._ends_as or ends_as
-            self._stopped.set()
+            self.is_stopped = True
+            if self._lines is not None:
+                self._lines.cancel()
 
     async def run(self) -> None:
         """Raises LeaseLost and other BatonErrors, after which the batch can go on from what is recorded."""
@@ -190,22 +186,10 @@ class _OwnedBatch:
         if not self._is_validated:
             self._batch = await asyncio.to_thread(store.validated, self._batch, len(self._index))
             self.look(self._batch)
-        recorder = ResultWriter(store, self._batch)
-        recording = asyncio.create_task(recorder.run(), name=f"results of {self._batch.id}")
-        try:
-            await self._run_lines(recorder, recording)
-        finally:
-            for task in self._lines:
-                task.cancel()
-            if self._lines:
-                await asyncio.wait(self._lines)
-            recorder.end()
-            await asyncio.wait([recording])
-            failed = recording.exception()
-        if failed is not None:
-            raise failed
-        if self._failure.done():
-            self._failure.result()
+        if (tenant := self._gateway.access.tenant(self._batch.tenant)) is None:
+            self._stop("cancelled")
+        elif not self.is_stopped:
+            await self._run_lines(tenant)
         await self._finish()
 
     @property
@@ -217,7 +201,7 @@ class _OwnedBatch:
         """Lines that were right before are only indexed: an adapter may be unloaded since, a limit lowered. So are
         those that will not run. Batches of Messages were checked before they were made."""
         endpoint = self._batch.endpoint
-        if self._is_validated or self._stopped.is_set() or self._batch.api == "anthropic":
+        if self._is_validated or self.is_stopped or self._batch.api == "anthropic":
             checker = InputChecker(endpoint, lambda _: None, max_lines=sys.maxsize, max_line_bytes=sys.maxsize)
         else:
             checker = InputChecker(
@@ -225,7 +209,7 @@ class _OwnedBatch:
                 max_line_bytes=self._gateway.max_body_bytes,
             )  # fmt: skip
         try:
-            await asyncio.to_thread(checker.read, self._storage.files.contents, self._batch.input_file_id)
+            await asyncio.to_thread(checker.read, partial(self._storage.files.contents.read, self._batch.input_file_id))
         except NotFound as error:
             return [LineError(code="file_not_found", message=error.message, param="input_file_id")]
         self._index = checker.index
@@ -233,69 +217,44 @@ class _OwnedBatch:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def _remaining(self, done: bytearray) -> Iterator[int]:
-        for number in self._index.order():
-            if not done[number]:
-                yield number
+    async def _run_lines(self, tenant: Tenant) -> None:
+        """Returns when each line has a result, or the batch is stopped. Raises LeaseLost and what a line raises."""
+        writer = ResultWriter(self._storage.batches, self._batch)
+        lines = self._lines = asyncio.create_task(self._begin_lines(tenant, writer))
+        try:
+            await asyncio.wait([lines])
+        finally:
+            lines.cancel()
+            [failed] = await asyncio.gather(lines, return_exceptions=True)
+            [unwritten] = await asyncio.gather(writer.flush(), return_exceptions=True)
+        for error in (unwritten, failed):
+            if isinstance(error, Exception):
+                raise error
 
-    async def _run_lines(self, recorder: ResultWriter, recording: asyncio.Task[None]) -> None:
-        tenant = self._gateway.access.tenant(self._batch.tenant)
-        if tenant is None:
-            self._stop("cancelled")
-            tenant = NOBODY
+    async def _begin_lines(self, tenant: Tenant, writer: ResultWriter) -> None:
         done = await asyncio.to_thread(self._storage.batches.done, self._batch)
-        stopped = asyncio.create_task(self._stopped.wait())
-        ends: tuple[asyncio.Future[Any], ...] = (stopped, recording, self._failure)
         try:
-            for number in self._remaining(done):
-                if not await self._enters(ends):
-                    break
-                task = asyncio.create_task(self._line(number, tenant, recorder), name=f"{self._batch.id}-{number + 1}")
-                self._lines.add(task)
-                task.add_done_callback(self._line_ended)
-            while self._lines and not any(end.done() for end in ends):
-                await asyncio.wait([*self._lines, *ends], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.cancel()
+            async with asyncio.TaskGroup() as lines:
+                for number in self._index.order():
+                    if not done[number]:
+                        await self._room.enter()
+                        line = lines.create_task(self._line(number, tenant, writer))
+                        line.add_done_callback(lambda _: self._room.leave())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
-    async def _enters(self, ends: Sequence[asyncio.Future[Any]]) -> bool:
-        """Waits for room. False if one of `ends` came first: then, and if this is cancelled, no room is taken."""
-        entering, has_entered = asyncio.ensure_future(self._room.enter()), False
-        try:
-            await asyncio.wait([entering, *ends], return_when=asyncio.FIRST_COMPLETED)
-            if not any(end.done() for end in ends):
-                entering.result()
-                has_entered = True
-        finally:
-            if not has_entered:
-                entering.add_done_callback(self._give_back)
-                entering.cancel()
-        return has_entered
-
-    def _give_back(self, entering: asyncio.Future[None]) -> None:
-        if not entering.cancelled() and entering.exception() is None:
-            self._room.leave()
-
-    def _line_ended(self, task: asyncio.Task[None]) -> None:
-        """An error here is none of the request's: its content cannot be read, or a bug. Without a result of this line
+    async def _line(self, number: int, tenant: Tenant, writer: ResultWriter) -> None:
+        """Raises what is none of the request's: its content cannot be read, or a bug. Without a result of this line
         the batch cannot end."""
-        self._lines.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            log.error("%s has no result", task.get_name(), exc_info=error)
-            if not self._failure.done():
-                self._failure.set_exception(error)
-                self._failure.exception()  # `run` may end by another error first
-
-    async def _line(self, number: int, tenant: Tenant, recorder: ResultWriter) -> None:
         try:
             line = await self._read(number)
             with acting_for(self._batch.key_id):
                 answer = await self._answer(line, tenant)
-        finally:
-            self._room.leave()
+        except Exception as error:
+            error.add_note(f"line {number + 1} has no result")
+            raise
         self._metrics.ended(answer)
-        await recorder.put(result_of(self._batch, line, answer))
+        await writer.put(result_of(self._batch, line, answer))
 
     async def _answer(self, line: InputLine, tenant: Tenant) -> LineAnswer:
         """No worker and no room are waited for; other failures end it after `MAX_ATTEMPTS`."""
@@ -304,7 +263,7 @@ class _OwnedBatch:
             try:
                 is_last = num_failed + 1 >= MAX_ATTEMPTS
                 return await answer_line(
-                    self._gateway, self._batch, tenant, line, is_last=is_last, is_stopped=self._stopped.is_set
+                    self._gateway, self._batch, tenant, line, is_last=is_last, is_stopped=lambda: self.is_stopped
                 )
             except BatonError as error:
                 log.info("%s is tried again: %s", line.name, error.message, extra={"request": line.name})

@@ -3,179 +3,83 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.requests import Request
+from pydantic import ConfigDict, Field, WithJsonSchema
+from starlette.datastructures import FormData, UploadFile
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from protos.errors import Cancelled, InvalidRequest, PayloadTooLarge
 from router.batches.asked import page_asked, storage_of
 from router.files.batch_storage import BatchStorage
-from router.files.contents import ContentWriter
 from router.files.records import UPLOADED, StoredFile, new_id
 from router.gateway import Gateway
+from router.http.body import parse_body
 from router.http.error_responses import json_response
 from router.http.middleware import header_of, tenant_of
+from router.http.validation import Body
 
-MAX_BOUNDARY_BYTES = 70
-MAX_FIELD_BYTES = 1024
+MAX_PARTS = 16
+"""Files and fields of a form, of which Starlette counts each kind."""
 MAX_LISTED = 10_000
-KEPT_S = 30 * 86_400.0
+KEPT_S = 30 * 86_400
 """A file of a batch's input is kept for so long, unless its upload has another time."""
 EXPIRY_S = (3600, 2_592_000)
+EXPIRY = f"an integer between {EXPIRY_S[0]} and {EXPIRY_S[1]}"
 _CHUNK_BYTES = 1 << 18
-_WRITE_BYTES = 1 << 20
-_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
-_FIELDS = ("purpose", _ANCHOR, _SECONDS)
+
+
+class UploadForm(Body):
+    """The parts of an upload's form, whose fields are texts."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    file: Annotated[UploadFile, WithJsonSchema({"type": "string", "format": "binary"})] = Field(
+        description="a file of JSON lines, with its name"
+    )
+    purpose: Literal["batch"] = Field(description="batch: files are for batches here")
+    anchor: Literal["created_at"] = Field(default="created_at", alias="expires_after[anchor]", description="created_at")
+    seconds: int = Field(
+        default=KEPT_S, alias="expires_after[seconds]", strict=False, ge=EXPIRY_S[0], le=EXPIRY_S[1], description=EXPIRY
+    )
 
 
 async def upload_file(gateway: Gateway, request: Request) -> Response:
-    storage = storage_of(gateway)
-    boundary = _boundary(header_of(request.scope, b"content-type"))
-    file_id = new_id("file-")
-    writer = await asyncio.to_thread(storage.files.contents.writer, file_id)
-    with writer:
-        form = _UploadForm(boundary, writer, storage.max_file_bytes)
-        while True:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise Cancelled("the client went away while sending its file")
-            form.feed(message.get("body", b""))
-            if form.is_full:
-                await asyncio.to_thread(form.flush)
-            if not message.get("more_body", False):
-                break
-        if not form.has_ended:
-            raise InvalidRequest("The form's body ends before its last boundary: send all of it")
-        lifetime_s = form.check()
-        await asyncio.to_thread(form.flush)
-        await asyncio.to_thread(writer.commit)
-    now = storage.clock()
-    file = StoredFile(
-        id=file_id, tenant=tenant_of(request).name, filename=form.filename, purpose=UPLOADED,
-        bytes=form.num_bytes, created_s=now, expires_s=now + lifetime_s,
-    )  # fmt: skip
-    await asyncio.to_thread(storage.files.add, file)
-    return json_response(file_body(file))
-
-
-def _boundary(content_type: str) -> bytes:
-    kind, options = parse_options_header(content_type)
-    boundary = options.get(b"boundary", b"")
-    if kind != b"multipart/form-data" or not 1 <= len(boundary) <= MAX_BOUNDARY_BYTES:
+    storage, kind = storage_of(gateway), header_of(request.scope, b"content-type")
+    if not kind.lower().startswith("multipart/form-data"):
         raise InvalidRequest(
-            f"The body comes with 'Content-Type: {content_type[:80]}': send a file as multipart/form-data, "
+            f"The body comes with 'Content-Type: {kind[:80]}': send a file as multipart/form-data, "
             "as `curl -F purpose=batch -F file=@requests.jsonl` does"
         )
-    return boundary
+    try:
+        async with request.form(max_files=MAX_PARTS, max_fields=MAX_PARTS) as sent:
+            return json_response(file_body(await _stored(storage, tenant_of(request).name, sent)))
+    except ClientDisconnect:
+        raise Cancelled("the client went away while sending its file") from None
 
 
-class _UploadForm:
-    """The fields of an upload, and its file on the way to the store."""
-
-    def __init__(self, boundary: bytes, writer: ContentWriter, max_bytes: int) -> None:
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
-                "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._begin_content,
-                "on_part_data": self._add_content,
-                "on_end": self._end,
-            },
-        )
-        self._header, self._value, self._disposition = bytearray(), bytearray(), b""
-        self._writer = writer
-        self._max_bytes = max_bytes
-        self._fields: dict[str, bytearray] = {}  # the file's content is in `_pending`
-        self._part = ""
-        self._pending = bytearray()
-        self.filename = "upload"
-        self.num_bytes = 0
-        self.has_ended = False
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._pending) >= _WRITE_BYTES
-
-    def feed(self, data: bytes) -> None:
-        """Raises InvalidRequest."""
-        try:
-            self._parser.write(data)
-        except FormParserError as error:
-            raise InvalidRequest(f"The form cannot be read: {error}") from error
-
-    def _end_header(self) -> None:
-        if self._header.lower() == b"content-disposition":
-            self._disposition = bytes(self._value)
-        self._header.clear()
-        self._value.clear()
-
-    def _begin_content(self) -> None:
-        _, options = parse_options_header(self._disposition)
-        self._disposition = b""
-        name = self._part = options.get(b"name", b"").decode("utf-8", "replace")
-        if not name:
-            raise InvalidRequest("A part of the form has no name: give it 'Content-Disposition: form-data; name=...'")
-        if name not in ("file", *_FIELDS):
-            raise InvalidRequest(
-                f"Unknown parameter: '{name[:60]}': a file has {', '.join(('file', *_FIELDS))}", param=name[:60]
-            )
-        if name in self._fields:
-            raise InvalidRequest(f"The form has '{name}' twice: send it once", param=name)
-        self._fields[name] = bytearray()
-        if name == "file":
-            self.filename = options.get(b"filename", b"").decode("utf-8", "replace")[:255] or "upload"
-
-    def _add_content(self, data: bytes, start: int, end: int) -> None:
-        if self._part != "file":
-            self._fields[self._part] += data[start:end]
-            if len(self._fields[self._part]) > MAX_FIELD_BYTES:
-                raise InvalidRequest(
-                    f"'{self._part}' has more than {MAX_FIELD_BYTES} bytes: only 'file' may", param=self._part
-                )
-            return
-        self.num_bytes += end - start
-        if self.num_bytes > self._max_bytes:
-            raise PayloadTooLarge(f"The file is too large: at most {self._max_bytes} bytes are stored", param="file")
-        self._pending += data[start:end]
-
-    def _end(self) -> None:
-        self.has_ended = True
-
-    def flush(self) -> None:
-        self._writer.write(bytes(self._pending))
-        self._pending.clear()
-
-    def check(self) -> float:
-        """Seconds until it expires. Raises InvalidRequest."""
-        given = {name: value.decode("utf-8", "replace") for name, value in self._fields.items()}
-        if "file" not in given:
-            raise InvalidRequest("Missing required parameter: 'file'.", param="file")
-        if "purpose" not in given:
-            raise InvalidRequest("Missing required parameter: 'purpose'.", param="purpose")
-        if given["purpose"] != UPLOADED:
-            raise InvalidRequest(
-                f"'purpose' is {given['purpose'][:60]!r}: it must be {UPLOADED}, files are for batches here",
-                param="purpose",
-            )
-        if given.get(_ANCHOR, "created_at") != "created_at":
-            raise InvalidRequest(f"'{_ANCHOR}' must be created_at", param=_ANCHOR)
-        if _SECONDS not in given:
-            return KEPT_S
-        low, high = EXPIRY_S
-        seconds = given[_SECONDS]
-        if not re.fullmatch(r"[0-9]{1,9}", seconds) or not low <= int(seconds) <= high:
-            raise InvalidRequest(
-                f"'{_SECONDS}' is {seconds[:40]!r}: it must be an integer between {low} and {high}", param=_SECONDS
-            )
-        return float(seconds)
+async def _stored(storage: BatchStorage, tenant: str, sent: FormData) -> StoredFile:
+    """Raises InvalidRequest, and PayloadTooLarge."""
+    fields: dict[str, Any] = {}
+    for name, value in sent.multi_items():
+        if name in fields:
+            raise InvalidRequest(f"The form has '{name[:60]}' twice: send it once", param=name[:60])
+        fields[name] = value
+    form = parse_body(fields, UploadForm)
+    num_bytes = form.file.size or 0
+    if num_bytes > storage.max_file_bytes:
+        raise PayloadTooLarge(f"The file is too large: at most {storage.max_file_bytes} bytes are stored", param="file")
+    now, file_id = storage.clock(), new_id("file-")
+    await asyncio.to_thread(storage.files.contents.store, file_id, form.file.file)
+    file = StoredFile(
+        id=file_id, tenant=tenant, filename=(form.file.filename or "upload")[:255], purpose=UPLOADED, bytes=num_bytes,
+        created_s=now, expires_s=now + form.seconds,
+    )  # fmt: skip
+    await asyncio.to_thread(storage.files.add, file)
+    return file
 
 
 async def list_files(gateway: Gateway, request: Request) -> Response:

@@ -18,7 +18,6 @@ import numpy as np
 import orjson
 
 from protos.errors import BatonError
-from router.files.contents import FileContents
 from router.files.records import LineError
 
 LEVELS = (256, 1024, 4096, 16_384)
@@ -80,11 +79,11 @@ class InputChecker:
         self._checked_models: set[str] = set()
         self._number = 0
 
-    def read(self, contents: FileContents, file_id: str) -> None:
-        """Blocks: call it in a thread. Raises NotFound or Unavailable."""
+    def read(self, read: Callable[[int, int], bytes]) -> None:
+        """`read` returns bytes of the file from a place on. Call it in a thread. Raises NotFound or Unavailable."""
         buffer, start = bytearray(), 0
         while len(self.errors) < MAX_ERRORS:
-            data = contents.read(file_id, start + len(buffer), _READ_BYTES)
+            data = read(start + len(buffer), _READ_BYTES)
             buffer += data
             if not data:
                 if buffer.strip():

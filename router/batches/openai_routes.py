@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from router.batches.asked import MAX_LIMIT
 from router.batches.batch_routes import BatchBody, cancel_batch, create_batch, list_batches, retrieve_batch
 from router.batches.file_routes import (
-    EXPIRY_S,
     MAX_LISTED,
+    UploadForm,
     delete_file,
     file_content,
     list_files,
@@ -18,17 +18,6 @@ from router.batches.file_routes import (
 from router.endpoint import Endpoint, Face, Schema, query_parameter
 
 _ID = {"type": "string", "minLength": 1}
-_UPLOAD: Schema = {
-    "type": "object",
-    "properties": {
-        "file": {"type": "string", "format": "binary", "description": "JSON lines, a request each"},
-        "purpose": {"enum": ["batch"]},
-        "expires_after[anchor]": {"enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer", "minimum": EXPIRY_S[0], "maximum": EXPIRY_S[1]},
-    },
-    "required": ["file", "purpose"],
-    "additionalProperties": False,
-}
 
 
 def _paged(most: int, default: int) -> Sequence[Schema]:
@@ -43,7 +32,7 @@ _FILE, _BATCH = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
 BATCHES_FACE = Face(
     endpoints=(
         Endpoint(
-            "POST", "/v1/files", upload_file, "Stores a file of requests for a batch", form=_UPLOAD, is_upload=True
+            "POST", "/v1/files", upload_file, "Stores a file of requests for a batch", form=UploadForm, is_upload=True
         ),
         Endpoint(
             "GET", "/v1/files", list_files, "The files of the key's tenant, newest first",

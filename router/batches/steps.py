@@ -5,53 +5,37 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Iterator
+from tempfile import SpooledTemporaryFile
 
 from router.files.batch_storage import BatchStorage
 from router.files.batches import BatchStore
 from router.files.records import RESULTS, LineResult, StoredBatch, StoredFile
 
-MAX_PENDING = 256
+MAX_SPOOLED_BYTES = 1 << 20
 DEFAULT_RESULTS_S = 30 * 86_400.0
 """Files of results are kept for so long, unless the batch has another time."""
 
 
 class ResultWriter:
-    """Writes results, all that wait in one transaction. `put` waits while `MAX_PENDING` do."""
+    """Writes results, all that wait in one transaction."""
 
     def __init__(self, store: BatchStore, batch: StoredBatch) -> None:
         self._store = store
         self._batch = batch
-        self._queue: asyncio.Queue[LineResult] = asyncio.Queue(MAX_PENDING)
-        self._ending = asyncio.Event()
+        self._waiting: list[LineResult] = []
+        self._turn = asyncio.Lock()
 
     async def put(self, result: LineResult) -> None:
-        await self._queue.put(result)
+        """Returns when the result is written, which goes on if this is cancelled. Raises as `flush` does."""
+        self._waiting.append(result)
+        await asyncio.shield(self.flush())
 
-    def end(self) -> None:
-        """`run` returns when all results are written."""
-        self._ending.set()
-
-    async def run(self) -> None:
+    async def flush(self) -> None:
         """Raises LeaseLost, and Unavailable if the database cannot be written."""
-        ending = asyncio.create_task(self._ending.wait())
-        try:
-            while True:
-                if self._queue.empty():
-                    if ending.done():
-                        return
-                    first = asyncio.ensure_future(self._queue.get())
-                    await asyncio.wait([first, ending], return_when=asyncio.FIRST_COMPLETED)
-                    if not first.done():
-                        first.cancel()
-                        continue
-                    waiting = [first.result()]
-                else:
-                    waiting = []
-                while not self._queue.empty():
-                    waiting.append(self._queue.get_nowait())
+        async with self._turn:
+            waiting, self._waiting = self._waiting, []
+            if waiting:
                 await asyncio.to_thread(self._store.record, self._batch, waiting)
-        finally:
-            ending.cancel()
 
 
 def results_files(storage: BatchStorage, batch: StoredBatch) -> tuple[StoredFile | None, StoredFile | None]:
@@ -66,14 +50,11 @@ def results_files(storage: BatchStorage, batch: StoredBatch) -> tuple[StoredFile
 
 def _written(storage: BatchStorage, batch: StoredBatch, kind: str, parts: Iterator[bytes]) -> StoredFile | None:
     file_id = "file-" + hashlib.blake2b(f"{batch.id} {kind}".encode(), digest_size=12).hexdigest()
-    first = next(parts, None)
-    if first is None:
-        return None
-    with storage.files.contents.writer(file_id) as writer:
-        writer.write(first)
-        for part in parts:
-            writer.write(part)
-        num_bytes = writer.commit()
+    with SpooledTemporaryFile(MAX_SPOOLED_BYTES) as content:
+        content.writelines(parts)
+        if not (num_bytes := content.tell()):
+            return None
+        storage.files.contents.store(file_id, content)
     now = storage.clock()
     return StoredFile(
         id=file_id,

@@ -1,19 +1,18 @@
 """Contents of files as rows of the database: with Postgres hosts need no folder that all of them see.
 
-upload ─▶ parts, a row each ─▶ commit: its bytes are set, and an earlier upload of the file is gone
-A crash leaves an upload without bytes, which `sweep` removes.
+A copy's parts are a row each. Its bytes are set with the last one; a crash leaves a copy without bytes to `sweep`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
+from contextlib import suppress
+from typing import IO
 
-from protos.errors import NotFound
+from protos.errors import NotFound, Unavailable
 from router.database.database import Database, Transaction
-from router.files.contents import ABANDONED_S, ContentWriter
+from router.files.contents import ABANDONED_S
 
 PART_BYTES = 256 * 1024
 
@@ -24,8 +23,22 @@ class DatabaseContents:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def writer(self, file_id: str) -> ContentWriter:
-        return _DatabaseWriter(self._database, file_id)
+    def store(self, file_id: str, content: IO[bytes]) -> None:
+        upload_id, database = os.urandom(12).hex(), self._database
+        content.seek(0)
+        with database.writing() as transaction:
+            transaction.run("INSERT INTO uploads VALUES (?, ?, NULL, ?)", upload_id, file_id, database.now_s())
+        try:
+            for number, part in enumerate(iter(lambda: content.read(PART_BYTES), b"")):
+                with database.writing() as transaction:  # a transaction each: other writers wait for it
+                    transaction.run("INSERT INTO upload_parts VALUES (?, ?, ?)", upload_id, number, part)
+            with database.writing() as transaction:
+                _drop(transaction, "file_id = ? AND bytes IS NOT NULL", file_id)
+                transaction.run("UPDATE uploads SET bytes = ? WHERE upload_id = ?", content.tell(), upload_id)
+        except BaseException:
+            with suppress(Unavailable), database.writing() as transaction:
+                _drop(transaction, "upload_id = ?", upload_id)
+            raise
 
     def read(self, file_id: str, start: int, size: int) -> bytes:
         first, last = start // PART_BYTES, (start + size - 1) // PART_BYTES
@@ -53,49 +66,6 @@ class DatabaseContents:
             for row in old:
                 if row["bytes"] is None or not is_known(row["file_id"]):
                     _drop(transaction, "upload_id = ?", row["upload_id"])
-
-
-class _DatabaseWriter:
-    def __init__(self, database: Database, file_id: str) -> None:
-        self._database, self._file_id = database, file_id
-        self._upload_id = os.urandom(12).hex()
-        self._waiting = bytearray()
-        self._num_parts = self._num_bytes = 0
-        self._is_committed = False
-        with database.writing() as transaction:
-            transaction.run("INSERT INTO uploads VALUES (?, ?, NULL, ?)", self._upload_id, file_id, database.now_s())
-
-    def write(self, data: bytes) -> None:
-        self._waiting += data
-        self._num_bytes += len(data)
-        while len(self._waiting) >= PART_BYTES:
-            self._store_part()
-
-    def commit(self) -> int:
-        if self._waiting:
-            self._store_part()
-        with self._database.writing() as transaction:
-            _drop(transaction, "file_id = ? AND bytes IS NOT NULL", self._file_id)
-            transaction.run("UPDATE uploads SET bytes = ? WHERE upload_id = ?", self._num_bytes, self._upload_id)
-        self._is_committed = True
-        return self._num_bytes
-
-    def _store_part(self) -> None:
-        part = bytes(self._waiting[:PART_BYTES])
-        del self._waiting[:PART_BYTES]
-        with self._database.writing() as transaction:
-            transaction.run("INSERT INTO upload_parts VALUES (?, ?, ?)", self._upload_id, self._num_parts, part)
-        self._num_parts += 1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if not self._is_committed:
-            with self._database.writing() as transaction:
-                _drop(transaction, "upload_id = ?", self._upload_id)
 
 
 def _drop(transaction: Transaction, which: str, value: str) -> None:

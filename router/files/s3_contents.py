@@ -1,7 +1,5 @@
 """Contents of files as objects of a bucket (S3, or what speaks its protocol), which all hosts see.
 
-upload ─▶ up to 8 MiB: one object     more: parts ─▶ commit: the object     a crash leaves parts, which `sweep` removes
-
 Where the service is and who asks is found as other clients of AWS find it: `AWS_ENDPOINT_URL_S3`, `AWS_ACCESS_KEY_ID`,
 `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, or the role of the machine.
 """
@@ -11,17 +9,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import Any, Self
+from contextlib import contextmanager
+from typing import IO
 from urllib.parse import urlsplit
 
 from protos.errors import Misconfigured, NotFound, Unavailable
 from protos.hints import extra_command
-from router.files.contents import ABANDONED_S, ContentWriter
+from router.files.contents import ABANDONED_S
 
-PART_BYTES = 8 * 2**20
-"""S3 takes parts of 5 MiB or more, but for the last."""
 _SETTING = "router.batch.folder"
 _OURS = re.compile(r"file-[0-9a-f]{24}")
 """Ids of files, as `new_id` makes them: a sweep leaves all else in the bucket alone."""
@@ -57,8 +52,14 @@ class S3Contents:
                 param=_SETTING,
             ) from error
 
-    def writer(self, file_id: str) -> ContentWriter:
-        return _S3Writer(self._client, {"Bucket": self._bucket, "Key": self._prefix + file_id})
+    def store(self, file_id: str, content: IO[bytes]) -> None:
+        from boto3.s3.transfer import TransferConfig
+
+        content.seek(0)
+        with _answered():  # it removes the parts of a copy that fails
+            self._client.upload_fileobj(
+                content, self._bucket, self._prefix + file_id, Config=TransferConfig(use_threads=False)
+            )
 
     def read(self, file_id: str, start: int, size: int) -> bytes:
         where = {"Bucket": self._bucket, "Key": self._prefix + file_id}
@@ -94,53 +95,6 @@ class S3Contents:
                         self._client.abort_multipart_upload(
                             Bucket=self._bucket, Key=one["Key"], UploadId=one["UploadId"]
                         )
-
-
-class _S3Writer:
-    def __init__(self, client: Any, where: dict[str, str]) -> None:
-        self._client, self._where = client, where
-        self._waiting = bytearray()
-        self._num_bytes = 0
-        self._upload_id: str | None = None
-        self._parts: list[dict[str, Any]] = []
-
-    def write(self, data: bytes) -> None:
-        self._waiting += data
-        self._num_bytes += len(data)
-        while len(self._waiting) > PART_BYTES:
-            self._store_part()
-
-    def commit(self) -> int:
-        if self._upload_id is None:
-            with _answered():
-                self._client.put_object(**self._where, Body=bytes(self._waiting))
-            return self._num_bytes
-        self._store_part()
-        with _answered():
-            self._client.complete_multipart_upload(
-                **self._where, UploadId=self._upload_id, MultipartUpload={"Parts": self._parts}
-            )
-        self._upload_id = None
-        return self._num_bytes
-
-    def _store_part(self) -> None:
-        part, number = bytes(self._waiting[:PART_BYTES]), len(self._parts) + 1
-        with _answered():
-            if self._upload_id is None:
-                self._upload_id = self._client.create_multipart_upload(**self._where)["UploadId"]
-            made = self._client.upload_part(**self._where, UploadId=self._upload_id, PartNumber=number, Body=part)
-        self._parts.append({"ETag": made["ETag"], "PartNumber": number})
-        del self._waiting[:PART_BYTES]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._upload_id is not None:
-            with suppress(Unavailable), _answered():  # `sweep` removes what stays
-                self._client.abort_multipart_upload(**self._where, UploadId=self._upload_id)
 
 
 @contextmanager

@@ -124,8 +124,7 @@ def _bodies(annotation: Any) -> Iterator[type[Body]]:
 
 
 def field_of(kind: type[Body], name: str) -> FieldInfo | None:
-    fields = kind.model_fields
-    return fields.get(name) or fields.get(f"{name}_")  # `schema` and `json` are methods of every model
+    return next((field for own, field in kind.model_fields.items() if name in (own, field.alias)), None)
 
 
 def _expected(loc: tuple[int | str, ...], kind: type[Body]) -> str | None:

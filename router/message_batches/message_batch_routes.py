@@ -6,11 +6,13 @@ requests ─▶ a hidden file of lines, as OpenAI's batches have them ─▶ che
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from tempfile import SpooledTemporaryFile
+from typing import IO, Annotated, Any
 
 import orjson
 from pydantic import Field, WithJsonSchema
@@ -24,9 +26,9 @@ from router.batches.batch_routes import model_of
 from router.batches.file_routes import KEPT_S, content_response
 from router.batches.line_run import MESSAGES
 from router.batches.lines import InputChecker
+from router.batches.steps import MAX_SPOOLED_BYTES
 from router.endpoint import Endpoint, Face, query_parameter
 from router.files.batch_storage import BatchStorage
-from router.files.contents import ContentWriter
 from router.files.records import ENDED, UPLOADED, StoredBatch, StoredFile, new_id
 from router.gateway import Gateway
 from router.http.body_validation import Body, read_json
@@ -64,17 +66,12 @@ class MessageBatchBody(Body):
 
 async def create_message_batch(gateway: Gateway, request: Request) -> Response:
     storage, tenant = storage_of(gateway), tenant_of(request).name
-    file_id = new_id("file-")
-    writer = await asyncio.to_thread(storage.files.contents.writer, file_id)
-    with writer:
-        await _receive(request, writer, storage, gateway.max_body_bytes)
-        num_bytes = await asyncio.to_thread(writer.commit)
-    try:
-        model = await asyncio.to_thread(model_of, gateway, storage, file_id)
-        num_requests = await asyncio.to_thread(_check, gateway.owner(model), storage, file_id)
-    except InvalidRequest:
-        await asyncio.to_thread(storage.files.contents.delete, file_id)
-        raise
+    with SpooledTemporaryFile(MAX_SPOOLED_BYTES) as lines:
+        await _receive(request, lines, storage, gateway.max_body_bytes)
+        model, num_requests = await asyncio.to_thread(_check, gateway, storage, lines)
+        num_bytes = lines.seek(0, os.SEEK_END)
+        file_id = new_id("file-")
+        await asyncio.to_thread(storage.files.contents.store, file_id, lines)
     now = storage.clock()
     file = StoredFile(
         id=file_id, tenant=tenant, filename=f"{file_id}.jsonl", purpose=UPLOADED, bytes=num_bytes, created_s=now,
@@ -91,7 +88,7 @@ async def create_message_batch(gateway: Gateway, request: Request) -> Response:
     return await _shown(storage, request, batch)
 
 
-async def _receive(request: Request, writer: ContentWriter, storage: BatchStorage, max_request_bytes: int) -> None:
+async def _receive(request: Request, to: IO[bytes], storage: BatchStorage, max_request_bytes: int) -> None:
     """Writes the requests as lines. Raises InvalidRequest, PayloadTooLarge."""
     reader, num_bytes = RequestsReader(max_request_bytes), 0
     while True:
@@ -106,7 +103,7 @@ async def _receive(request: Request, writer: ContentWriter, storage: BatchStorag
         if reader.num_requests > storage.max_lines:
             raise InvalidRequest(f"A batch has at most {storage.max_lines} requests: split it", param="requests")
         if lines:
-            await asyncio.to_thread(writer.write, lines)
+            await asyncio.to_thread(to.write, lines)
         if not message.get("more_body", False):
             break
     reader.end()
@@ -133,18 +130,25 @@ def _line(raw: bytes, number: int) -> bytes:
     return orjson.dumps({"custom_id": custom_id, "method": "POST", "url": MESSAGES, "body": params}) + b"\n"
 
 
-def _check(gateway: Gateway, storage: BatchStorage, file_id: str) -> int:
-    """How many requests there are, by the gateway of their model. Raises InvalidRequest for the first one that is wrong
-    in itself. What its model does not accept is its own result."""
+def _check(gateway: Gateway, storage: BatchStorage, lines: IO[bytes]) -> tuple[str, int]:
+    """The model, and how many requests there are, by the gateway of the model. Raises InvalidRequest for the first one
+    that is wrong in itself. What its model does not accept is its own result."""
+
+    def read(start: int, size: int) -> bytes:
+        lines.seek(start)
+        return lines.read(size)
+
+    model = model_of(gateway, read)
+    gateway = gateway.owner(model)
     checker = InputChecker(
         MESSAGES, gateway.check_batch_model, max_lines=storage.max_lines, max_line_bytes=gateway.max_body_bytes
     )
-    checker.read(storage.files.contents, file_id)
+    checker.read(read)
     for error in checker.errors:
         where = "requests" if error.line is None else f"requests.{error.line - 1}"
         part = (error.param or "").replace("body.", "params.", 1)
         raise InvalidRequest(f"{where}: {error.message}", param=f"{where}.{part}".rstrip("."))
-    return len(checker.index)
+    return model, len(checker.index)
 
 
 async def list_message_batches(gateway: Gateway, request: Request) -> Response:

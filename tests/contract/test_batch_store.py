@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -137,9 +138,7 @@ def test_pages_have_a_cursor(hosts: Hosts) -> None:
 def test_a_file_that_expired_is_swept_with_its_content(hosts: Hosts) -> None:
     storage = hosts.one()
     for name, expires_s in (("short", hosts.clock() + 5), ("long", None)):
-        with storage.files.contents.writer(name) as writer:
-            writer.write(b"abc")
-            writer.commit()
+        storage.files.contents.store(name, BytesIO(b"abc"))
         storage.files.add(replace(FILE, id=name, expires_s=expires_s))
     hosts.clock.now_s += 10.0
     storage.files.sweep()
@@ -198,23 +197,26 @@ def contents(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileCon
             yield DatabaseContents(database)
 
 
-def stored(contents: FileContents, file_id: str, *parts: bytes) -> int:
-    with contents.writer(file_id) as writer:
-        for part in parts:
-            writer.write(part)
-        return writer.commit()
+class FailingContent(BytesIO):
+    """A content whose end cannot be read."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        if self.tell() == len(self.getbuffer()):
+            raise Unavailable("gone")
+        return data
 
 
 def test_a_content_is_read_from_anywhere(contents: FileContents) -> None:
     data = bytes(range(256)) * 3000
-    assert stored(contents, "a", data[:1], data[1:500_000], data[500_000:]) == len(data)
+    contents.store("a", BytesIO(data))
     for start, size in (
         (0, 1), (0, len(data)), (PART_BYTES - 1, 2), (PART_BYTES, 10), (600_000, 10**6), (len(data), 5), (10**9, 5)
     ):  # fmt: skip
         assert contents.read("a", start, size) == data[start : start + size]
-    assert stored(contents, "a", b"new") == 3
+    contents.store("a", BytesIO(b"new"))
     assert contents.read("a", 0, 9) == b"new"
-    assert stored(contents, "empty") == 0
+    contents.store("empty", BytesIO())
     assert contents.read("empty", 0, 9) == b""
     contents.delete("a")
     contents.delete("a")
@@ -222,13 +224,12 @@ def test_a_content_is_read_from_anywhere(contents: FileContents) -> None:
         contents.read("a", 0, 1)
 
 
-def test_what_was_not_committed_is_not_there(contents: FileContents) -> None:
-    stored(contents, "a", b"old")
-    with contents.writer("a") as writer:
-        writer.write(b"x" * 600_000)
+def test_a_copy_that_fails_leaves_the_file_as_it_was(contents: FileContents) -> None:
+    contents.store("a", BytesIO(b"old"))
+    for file_id in ("a", "b"):
+        with pytest.raises(Unavailable):
+            contents.store(file_id, FailingContent(b"x" * 600_000))
     assert contents.read("a", 0, 9) == b"old"
-    with contents.writer("b") as writer:
-        writer.write(b"x")
     with pytest.raises(NotFound):
         contents.read("b", 0, 1)
 
@@ -236,9 +237,11 @@ def test_what_was_not_committed_is_not_there(contents: FileContents) -> None:
 def test_a_sweep_of_the_database_removes_what_no_one_ended(tmp_path: Path, database_url: str) -> None:
     database = opened_database(tmp_path, database_url)
     contents = DatabaseContents(database)
-    stored(contents, "known", b"abc")
-    stored(contents, "unknown", b"abc")
-    contents.writer("lost").write(b"x" * PART_BYTES)  # its process was killed
+    for file_id in ("known", "unknown"):
+        contents.store(file_id, BytesIO(b"abc"))
+    with database.writing() as transaction:  # as a process that was killed leaves it
+        transaction.run("INSERT INTO uploads VALUES (?, ?, NULL, ?)", "lost", "lost", database.now_s())
+        transaction.run("INSERT INTO upload_parts VALUES (?, ?, ?)", "lost", 0, b"x")
     contents.sweep(lambda _: False)
     assert contents.read("unknown", 0, 3) == b"abc", "its row may come yet"
     database.ahead_s = ABANDONED_S + 1
@@ -254,15 +257,18 @@ def test_a_sweep_of_the_database_removes_what_no_one_ended(tmp_path: Path, datab
 
 
 def test_a_large_file_goes_to_a_bucket_in_parts(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    contents, part = S3Contents(s3), b"0123456789abcdef" * 2**16  # 1 MiB
+    import boto3
+
+    client, contents = boto3.session.Session().client("s3"), S3Contents(s3)
+    part = b"0123456789abcdef" * 2**16  # 1 MiB
     large, killed, unknown = (f"file-{number:024x}" for number in range(3))
-    assert stored(contents, large, *[part] * 20) == 20 << 20
+    contents.store(large, BytesIO(part * 20))
     assert contents.read(large, (8 << 20) - 2, 4) == b"ef01"
     assert contents.read(large, (20 << 20) - 3, 100) == b"def"
-    with contents.writer(large) as writer:  # hung up
-        writer.write(part * 9)
-    contents.writer(killed).write(part * 9)
-    stored(contents, unknown, b"a")
+    with pytest.raises(Unavailable):
+        contents.store(large, FailingContent(part * 20))
+    client.create_multipart_upload(Bucket="files", Key=f"of/baton/{killed}")  # as a process that was killed leaves it
+    contents.store(unknown, BytesIO(b"a"))
     contents.sweep(lambda _: False)
     assert contents.read(unknown, 0, 1) == b"a", "its row may come yet"
     now = time.time()
@@ -270,9 +276,6 @@ def test_a_large_file_goes_to_a_bucket_in_parts(s3: str, monkeypatch: pytest.Mon
     contents.sweep(lambda name: name == large)
     with pytest.raises(NotFound):
         contents.read(unknown, 0, 1)
-    import boto3
-
-    client = boto3.session.Session().client("s3")
     assert "Uploads" not in client.list_multipart_uploads(Bucket="files")
     assert [one["Key"] for one in client.list_objects_v2(Bucket="files")["Contents"]] == [f"of/baton/{large}"]
 
@@ -308,7 +311,7 @@ def test_a_bucket_that_cannot_be_used_is_refused_by_name(s3: str, monkeypatch: p
     with pytest.raises(Unavailable, match=r"files cannot be read or written now: .*NoSuchBucket"):
         contents.read("a", 0, 1)
     with pytest.raises(Unavailable):
-        stored(contents, "a", b"x")
+        contents.store("a", BytesIO(b"x"))
 
 
 async def test_a_batch_runs_with_its_files_in_a_bucket(s3: str, postgres_url: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -123,9 +124,7 @@ def test_gateways_of_several_hosts_share_batches_and_a_ledger(
         for one in (here, there, *ledgers):
             assert one is not None
             opened.callback(one.close)
-        with here.files.contents.writer(FILE.id) as writer:
-            writer.write(b"abc")
-            writer.commit()
+        here.files.contents.store(FILE.id, BytesIO(b"abc"))
         here.files.add(FILE)
         assert there.files.find("acme", FILE.id) == FILE
         assert there.files.contents.read(FILE.id, 0, 9) == b"abc"

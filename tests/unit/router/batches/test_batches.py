@@ -287,7 +287,7 @@ async def test_a_line_without_a_result_does_not_end_its_batch(
         made.storage.changed.set()
         batch = await asyncio.wait_for(ended(client, batch.id), 60)
         assert (batch.status, batch.request_counts.completed) == ("completed", 2)
-    assert "has no result" in caplog.text
+    assert "line 1 has no result" in caplog.text
 
 
 async def test_a_failed_look_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,19 +180,23 @@ def _field(name: str, value: bytes = b"batch") -> bytes:
     return b'--boundary\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n' % (name.encode(), value)
 
 
+_FILE, _END = _field('file"; filename="f'), b"--boundary--"
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        (b"--boundary\r\nx: y\r\n\r\n", None),
-        (b"--boundaryx\r\n", None),
-        (b"--boundary\r\n" + b"x" * 9000, None),
-        (b"--boundary\r\n" + b"x: y\r\n" * 9, None),
-        (_field("purpose") + _field("file"), None),
-        (_field("purpose") * 2, "purpose"),
-        (_field("file") * 2, "file"),
-        (_field("purpose", b"x" * 1025), "purpose"),
+        pytest.param(b"--boundary\r\nx: y\r\n\r\n", None, id="name"),
+        pytest.param(b"--boundaryx\r\n", None, id="line end"),
+        pytest.param(b"--boundary\r\n" + b"x" * 9000, None, id="long header"),
+        pytest.param(b"--boundary\r\n" + b"x: y\r\n" * 9, None, id="headers"),
+        pytest.param(_field("purpose") + _field("file"), "file", id="cut"),
+        pytest.param(_FILE + _field("purpose") * 2 + _END, "purpose", id="field twice"),
+        pytest.param(_FILE * 2 + _END, "file", id="file twice"),
+        pytest.param(_field("file") + _field("purpose") + _END, "file", id="text"),
+        pytest.param(_FILE + _field("purpose", b"x" * 1025) + _END, "purpose", id="long field"),
+        pytest.param(_FILE + _field("purpose") + _field("other") * 99 + _END, None, id="many fields"),
     ],
-    ids=["name", "line end", "long header", "headers", "cut", "field twice", "file twice", "long field"],
 )
 async def test_a_bad_form_is_refused_and_leaves_no_file(tmp_path: Path, body: bytes, param: str | None) -> None:
     reply = await posted(tmp_path, body)
