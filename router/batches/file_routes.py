@@ -15,12 +15,13 @@ from starlette.responses import Response, StreamingResponse
 from protos.errors import Cancelled, InvalidRequest, PayloadTooLarge
 from router.batches.asked import page_asked, storage_of
 from router.files.batch_storage import BatchStorage
+from router.files.contents import failing
 from router.files.records import UPLOADED, StoredFile, new_id
 from router.gateway import Gateway
 from router.http.body import parse_body
+from router.http.body_validation import Body
 from router.http.error_responses import json_response
 from router.http.middleware import header_of, tenant_of
-from router.http.validation import Body
 
 MAX_PARTS = 16
 """Files and fields of a form, of which Starlette counts each kind."""
@@ -55,8 +56,9 @@ async def upload_file(gateway: Gateway, request: Request) -> Response:
             "as `curl -F purpose=batch -F file=@requests.jsonl` does"
         )
     try:
-        async with request.form(max_files=MAX_PARTS, max_fields=MAX_PARTS) as sent:
-            return json_response(file_body(await _stored(storage, tenant_of(request).name, sent)))
+        with failing():
+            async with request.form(max_files=MAX_PARTS, max_fields=MAX_PARTS) as sent:
+                return json_response(file_body(await _stored(storage, tenant_of(request).name, sent)))
     except ClientDisconnect:
         raise Cancelled("the client went away while sending its file") from None
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Iterator
-from tempfile import SpooledTemporaryFile
 
 from router.files.batch_storage import BatchStorage
 from router.files.batches import BatchStore
+from router.files.contents import spooled
 from router.files.records import RESULTS, LineResult, StoredBatch, StoredFile
 
-MAX_SPOOLED_BYTES = 1 << 20
 DEFAULT_RESULTS_S = 30 * 86_400.0
 """Files of results are kept for so long, unless the batch has another time."""
 
@@ -26,16 +25,16 @@ class ResultWriter:
         self._turn = asyncio.Lock()
 
     async def put(self, result: LineResult) -> None:
-        """Returns when the result is written, which goes on if this is cancelled. Raises as `flush` does."""
+        """Returns when the result is written. Raises as `flush` does, which writes what a cancelled `put` has not."""
         self._waiting.append(result)
-        await asyncio.shield(self.flush())
+        await self.flush()
 
     async def flush(self) -> None:
         """Raises LeaseLost, and Unavailable if the database cannot be written."""
         async with self._turn:
-            waiting, self._waiting = self._waiting, []
-            if waiting:
+            if waiting := self._waiting[:]:
                 await asyncio.to_thread(self._store.record, self._batch, waiting)
+                del self._waiting[: len(waiting)]
 
 
 def results_files(storage: BatchStorage, batch: StoredBatch) -> tuple[StoredFile | None, StoredFile | None]:
@@ -50,7 +49,7 @@ def results_files(storage: BatchStorage, batch: StoredBatch) -> tuple[StoredFile
 
 def _written(storage: BatchStorage, batch: StoredBatch, kind: str, parts: Iterator[bytes]) -> StoredFile | None:
     file_id = "file-" + hashlib.blake2b(f"{batch.id} {kind}".encode(), digest_size=12).hexdigest()
-    with SpooledTemporaryFile(MAX_SPOOLED_BYTES) as content:
+    with spooled() as content:
         content.writelines(parts)
         if not (num_bytes := content.tell()):
             return None

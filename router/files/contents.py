@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from typing import IO, Protocol
 
 from protos.errors import Misconfigured, NotFound, Unavailable
 
 _PART = ".part"
+_SPOOLED_BYTES = 1 << 20
 ABANDONED_S = 86_400.0
 """A sweep removes what belongs to no file when it is this old."""
 
@@ -56,7 +58,7 @@ class FolderContents:
         part = self._folder / f"{file_id}.{os.urandom(4).hex()}{_PART}"
         content.seek(0)
         try:
-            with _failing("the file cannot be stored now"):
+            with failing():
                 part.touch(mode=0o600)
                 with part.open("wb") as file:
                     shutil.copyfileobj(content, file)
@@ -68,7 +70,7 @@ class FolderContents:
                 part.unlink()
 
     def read(self, file_id: str, start: int, size: int) -> bytes:
-        with _failing(f"file {file_id} cannot be read"):
+        with failing(f"file {file_id} cannot be read"):
             try:
                 with (self._folder / file_id).open("rb", buffering=0) as file:
                     file.seek(start)
@@ -77,12 +79,12 @@ class FolderContents:
                 raise NotFound(f"the content of file {file_id} has been deleted") from None
 
     def delete(self, file_id: str) -> None:
-        with _failing(f"file {file_id} cannot be deleted"):
+        with failing(f"file {file_id} cannot be deleted"):
             (self._folder / file_id).unlink(missing_ok=True)
 
     def sweep(self, is_known: Callable[[str], bool]) -> None:
         oldest_s = time.time() - ABANDONED_S
-        with _failing("the folder of files cannot be swept"):
+        with failing("the folder of files cannot be swept"):
             for path in self._folder.iterdir():
                 with suppress(FileNotFoundError):  # renamed or deleted since it was listed
                     is_old = path.stat().st_mtime < oldest_s
@@ -91,8 +93,16 @@ class FolderContents:
 
 
 @contextmanager
-def _failing(problem: str) -> Iterator[None]:
+def failing(problem: str = "the file cannot be stored now") -> Iterator[None]:
+    """Raises Unavailable with the problem and the reason of an OSError."""
     try:
         yield
     except OSError as error:
         raise Unavailable(f"{problem}: {error.strerror}") from error
+
+
+@contextmanager
+def spooled() -> Iterator[IO[bytes]]:
+    """A content that is not stored yet: the first MiB in memory, more on the disk of TMPDIR. Raises Unavailable."""
+    with failing(), SpooledTemporaryFile(_SPOOLED_BYTES) as content:
+        yield content

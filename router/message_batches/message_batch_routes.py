@@ -11,7 +11,6 @@ import re
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from tempfile import SpooledTemporaryFile
 from typing import IO, Annotated, Any
 
 import orjson
@@ -26,9 +25,9 @@ from router.batches.batch_routes import model_of
 from router.batches.file_routes import KEPT_S, content_response
 from router.batches.line_run import MESSAGES
 from router.batches.lines import InputChecker
-from router.batches.steps import MAX_SPOOLED_BYTES
 from router.endpoint import Endpoint, Face, query_parameter
 from router.files.batch_storage import BatchStorage
+from router.files.contents import spooled
 from router.files.records import ENDED, UPLOADED, StoredBatch, StoredFile, new_id
 from router.gateway import Gateway
 from router.http.body_validation import Body, read_json
@@ -66,7 +65,7 @@ class MessageBatchBody(Body):
 
 async def create_message_batch(gateway: Gateway, request: Request) -> Response:
     storage, tenant = storage_of(gateway), tenant_of(request).name
-    with SpooledTemporaryFile(MAX_SPOOLED_BYTES) as lines:
+    with spooled() as lines:
         await _receive(request, lines, storage, gateway.max_body_bytes)
         model, num_requests = await asyncio.to_thread(_check, gateway, storage, lines)
         num_bytes = lines.seek(0, os.SEEK_END)

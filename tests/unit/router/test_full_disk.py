@@ -48,6 +48,14 @@ async def until_degraded(client: openai.AsyncOpenAI | httpx.AsyncClient, what: s
             await asyncio.sleep(0.05)
 
 
+async def test_an_upload_without_room_for_it_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    async with batching(tmp_path / "batches", runs=False) as (client, _):
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client.files.create(file=("f", b"x" * ((1 << 20) + 1)), purpose="batch")
+        assert refused.value.status_code == 503
+
+
 async def test_batches_on_a_full_disk_are_told_and_go_on_when_it_is_freed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
