@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,8 +18,9 @@ from cluster.doctor.gather import examine
 from cluster.doctor.rules import findings
 from protos.errors import Misconfigured, NotFound, UnknownModel
 from protos.values import Adapter
+from router.batches.batch_routes import model_of
 from router.gateway import Gateway
-from router.models.models_app import beside_each_other, create_models_app
+from router.models.models_app import beside_each_other, create_models_app, front_of
 from router.models.models_metrics import ModelsCollector
 from router.request_metrics import RequestMetrics
 from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving_app
@@ -168,29 +168,20 @@ def test_two_models_of_one_name_are_refused() -> None:
         create_models_app([model("big", "hello")[0], model("big", "the")[0]])
 
 
-def test_a_batch_is_of_the_model_of_its_first_line(tmp_path: Path) -> None:
-    from router.batches.batch_routes import model_of
-    from router.files.batch_storage import open_storage
-    from router.models.models_app import front_of
-
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (b'{"custom_id": "1", "body": {"model": "small"}}\n{"custom_id": "2"}', "small"),
+        (b'\n  \n{"body": {"model": "small"}}\n', "small"),
+        (b'{"custom_id": "1", "body": {"model": "sql"}}', "small"),
+        (b'{"custom_id": "1", "body": {"model": "none"}}', "big"),
+        (b"no JSON", "big"),
+    ],
+)
+def test_a_batch_is_of_the_model_of_its_first_line(content: bytes, name: str) -> None:
     (big, _), (small, crew) = model("big", "hello"), model("small", "the")
     crew.loaded_adapters["sql"] = SQL
-    front, storage = front_of([big, small]), open_storage(tmp_path, max_file_bytes=1 << 20, max_lines=10)
-    try:
-        for number, (line, name) in enumerate(
-            (
-                (b'{"custom_id": "1", "body": {"model": "small"}}\n{"custom_id": "2"}', "small"),
-                (b'{"custom_id": "1", "body": {"model": "sql"}}', "small"),
-                (b'{"custom_id": "1", "body": {"model": "none"}}', "big"),
-                (b"no JSON", "big"),
-            )
-        ):
-            with storage.files.contents.writer(f"file-{number}") as writer:
-                writer.write(line)
-                writer.commit()
-            assert model_of(front, storage, f"file-{number}") == name
-    finally:
-        storage.close()
+    assert model_of(front_of([big, small]), lambda start, size: content[start : start + size]) == name
 
 
 async def test_a_model_that_is_not_there_is_named_with_those_that_are() -> None:
@@ -201,22 +192,6 @@ async def test_a_model_that_is_not_there_is_named_with_those_that_are() -> None:
         assert missing.json()["error"]["message"] == problem
         with pytest.raises(NotFound, match=problem):
             await asyncio.to_thread(_status_of, f"{client.base_url}/models/nope")
-
-
-async def test_the_first_line_that_is_not_blank_says_whose_a_batch_is(tmp_path: Path) -> None:
-    from router.batches.batch_routes import model_of
-    from router.files.batch_storage import open_storage
-    from router.models.models_app import front_of
-
-    storage = open_storage(tmp_path, max_file_bytes=1 << 20, max_lines=9)
-    front = front_of([model("small", "the")[0], model("big", "hello")[0]])
-    try:
-        with storage.files.contents.writer("file-1") as writer:
-            writer.write(b'\n  \n{"body": {"model": "big"}}\n')
-            writer.commit()
-        assert model_of(front, storage, "file-1") == "big"
-    finally:
-        storage.close()
 
 
 async def test_the_doctor_looks_at_every_model() -> None:
