@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import shlex
 import sys
@@ -15,13 +14,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.text import Text
 
+from cluster.bench.client import CompletionClient, Dialect
+from cluster.bench.measured_on import find_hardware, find_versions
+from cluster.bench.http import HttpEndpoint
+from cluster.bench.load import LoadProgress, run_load
+from cluster.bench.step_trace import Mark, profiling
+from cluster.bench.prompts import Prompts
+from cluster.bench.bench_report import Objective, Report, RequestRecord, make_report
+from cluster.bench.result_files import check_files, write_json
+from cluster.bench.report_table import report_table
 from cluster.bench.bench_load import (
     Lengths,
     WorkloadItem,
@@ -31,18 +38,10 @@ from cluster.bench.bench_load import (
     with_poisson_arrivals,
     without_arrivals,
 )
-from cluster.bench.bench_report import Objective, Report, RequestRecord, make_report
-from cluster.bench.client import CompletionClient, Dialect
-from cluster.bench.http import HttpEndpoint
-from cluster.bench.load import LoadProgress, run_load
-from cluster.bench.measured_on import find_hardware, find_versions
-from cluster.bench.prompts import Prompts
-from cluster.bench.report_table import report_table
-from cluster.bench.step_trace import Mark, profiling
 from cluster.cli import options
 from cluster.cli.admin_client import DEFAULT_URL, GatewayUrl, ServedModel, find_model, get_json, open_client
 from protos.errors import BatonError, Misconfigured
-from protos.hints import counted, unusable
+from protos.hints import counted
 
 DEFAULT_REQUESTS = 64
 DEFAULT_CONCURRENCY = 8
@@ -155,8 +154,7 @@ def bench(
     )  # fmt: skip
     objective = Objective(ttft_s=_seconds(ttft_ms), tpot_s=_seconds(tpot_ms))
     items = shape.items()
-    check_writable(json_file)
-    check_writable(profile, "profile")
+    check_files({"json": json_file, "profile": profile})
     target = find_target(url, model, api_key)
     items, num_left_out = fitting(items, target.model.max_model_len)
     prompts = Prompts(seed=shape.prompt_seed, vocab_size=vocab_size or target.vocab_size)
@@ -293,27 +291,6 @@ class _Ran:
             "client": {"hardware": asdict(find_hardware()), "versions": find_versions()},
             "figures": asdict(report),
         }
-
-
-def check_writable(path: Path | None, flag: str = "json") -> None:
-    """Checks before a long run that the file can be written. Leaves no new file. Raises Misconfigured."""
-    if path is None:
-        return
-    try:
-        was_there = path.exists()
-        path.open("ab").close()
-        if not was_there:
-            Path(os.path.realpath(path)).unlink()  # the link pointed to no file: remove the one just created
-    except OSError as error:
-        raise Misconfigured(f"--{flag} {path}: {unusable(error, to_write=True)}", param=flag) from error
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Raises Misconfigured when the file cannot be written."""
-    try:
-        path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-    except OSError as error:
-        raise Misconfigured(f"--json {path}: {unusable(error, to_write=True)}", param="json") from error
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -16,9 +16,8 @@ import orjson
 from rich.console import Console
 
 from cluster.bench.bench_report import RequestRecord
+from cluster.bench.result_files import writing
 from cluster.cli.admin_client import open_client, request_json
-from protos.errors import Misconfigured
-from protos.hints import unusable
 
 Mark = Callable[[Sequence[RequestRecord], float], None]
 """Called with the requests' outcomes and the start of their clock in seconds since 1970."""
@@ -41,7 +40,6 @@ def profiling(path: Path | None, url: str, api_key: str) -> Iterator[Mark]:
     if path is None:
         yield lambda records, start_s: None
         return
-    _write(path, b"")
     with open_client(url, api_key) as client:
         request_json(client, "/admin/profile", "POST")
         try:
@@ -50,7 +48,8 @@ def profiling(path: Path | None, url: str, api_key: str) -> Iterator[Mark]:
             workers = request_json(client, "/admin/profile", "DELETE")["workers"]
     _say_missing(workers)
     _say_hidden(workers)
-    _write(path, orjson.dumps(chrome_trace(workers, requests)))
+    with writing("profile", path):
+        path.write_bytes(orjson.dumps(chrome_trace(workers, requests)))
 
 
 def chrome_trace(workers: Sequence[Mapping[str, Any]], requests: Sequence[Event] = ()) -> dict[str, Any]:
@@ -159,10 +158,3 @@ def _say_hidden(workers: Sequence[Mapping[str, Any]]) -> None:
         hidden = sum(span["kv"]["hidden_s"] for span in sent) / travelled_s
         summary = f"KV: {num_bytes / 1e6:,.1f} MB in {travelled_s * 1000:,.1f} ms on lanes, {hidden:.0%} of it"
         Console(stderr=True, soft_wrap=True).print(f"{summary} while its prompt was still computed", highlight=False)
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise Misconfigured(f"--profile {path}: {unusable(error, to_write=True)}", param="profile") from error

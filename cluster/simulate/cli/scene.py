@@ -7,18 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.bench_load import Lengths
 from cluster.bench.bench_report import Objective
+from cluster.bench.bench_load import Lengths
 from cluster.config.cluster_config import ClusterConfig, PoolsConfig
 from cluster.config.settings import merge, read_file
 from cluster.simulate.latency.gpus_and_models import gpu_of, model_of
 from cluster.simulate.latency.shapes import HOST_GPUS
 from cluster.simulate.results.summary import Summary, summarise
 from cluster.simulate.run.choices import ClusterChoice
-from cluster.simulate.run.offered import offered, work_of_sessions
-from cluster.simulate.run.run_progress import warn
-from cluster.simulate.run.scenario import Scenario, WorkloadTable
-from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.run.simulation_config import (
     SimulationConfig,
     gateways_text,
@@ -27,8 +23,12 @@ from cluster.simulate.run.simulation_config import (
     settings_of,
     without_effect,
 )
+from cluster.simulate.run.offered import offered, work_of_sessions
+from cluster.simulate.run.run_progress import warn
+from cluster.simulate.run.scenario import Scenario, WorkloadTable
+from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.world.faults import Fault, drawn
-from cluster.simulate.world.simulated_lanes import Cards, hosts_of
+from cluster.simulate.world.simulated_lanes import Cards
 from cluster.simulate.world.simulated_load import (
     GeneratedLoad,
     SessionLimit,
@@ -96,18 +96,10 @@ class Scene:
             audit_every=self.scenario.faults.audit_every,
             seed=self.scenario.seed,
         )
-        return replace(config, cards=self._cards(config))
-
-    def _cards(self, config: SimulationConfig) -> Cards:
-        """Network cards of the workers: one for each GPU."""
-        hardware, num_gpus = self.scenario.hardware, config.gpus_by_worker()
-        gpu = gpu_of(hardware.gpu)
-        rate = gpu.network_rate if hardware.lane_gbps is None else hardware.lane_gbps * 1e9 / 8
-        cards = replace(config.cards, rates={worker: num * rate for worker, num in num_gpus.items()})
-        if not hardware.nvlink:
-            return cards
-        links = {worker: num * gpu.link_rate for worker, num in num_gpus.items()}
-        return replace(cards, links=links, hosts=hosts_of(num_gpus))
+        rate = gpu_of(hardware.gpu).network_rate if hardware.lane_gbps is None else hardware.lane_gbps * 1e9 / 8
+        return replace(
+            config, cards=Cards(rates={worker: num * rate for worker, num in config.gpus_by_worker().items()})
+        )
 
     def check_hosts(self, every: Iterable[ClusterChoice]) -> None:
         """Warns of mixtures of experts on workers of several hosts that share every layer."""

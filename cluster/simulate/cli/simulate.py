@@ -6,24 +6,21 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from cluster.bench.bench_verb import write_json
+from cluster.bench.result_files import check_files, line_file, write_json
 from cluster.cli import options
 from cluster.simulate.cli.scene import Scene, make_scene
 from cluster.simulate.cli.soak_verb import ending_reported, replay_one, soak_clusters
-from cluster.simulate.cli.trials import document_of, run_scene, sweep_clusters, until_steady, warn_left_out
-from cluster.simulate.results.result_files import check as check_files
-from cluster.simulate.results.result_files import event_log, write
-from cluster.simulate.results.result_page import run_page
+from cluster.simulate.cli.trials import MAX_STEADY, document_of, sweep_clusters, until_steady, warn_left_out
+from cluster.simulate.results.result_page import write_page
 from cluster.simulate.results.summary import Summary, summary_table
 from cluster.simulate.results.sweep import SweepTrial
 from cluster.simulate.results.targets import targets_of
@@ -69,61 +66,56 @@ def simulate(
         options.refuse_others(context, "--soak N makes its clusters, loads and faults", {"soak", "seed"})
     scenario = read_scenario(file, [*(changes or ()), *([] if seed is None else [f"seed={seed}"])])
     read = [path for path in (file, scenario.workload.trace, scenario.config) if path]
-    check_files({"json": json_file, "html": html_file, "events": events}, [Path(path) for path in read])
+    files = {"json": json_file, "html": html_file, "events": events}
+    check_files(files, [Path(path) for path in read])
     if replay is not None:
         replay_one(replay, events)
     elif soak is not None:
         soak_clusters(range(scenario.seed, scenario.seed + soak))
     else:
-        _run(scenario, json_file, html_file, events)
+        _run(scenario, files)
 
 
-def _run(scenario: Scenario, json_file: Path | None, html_file: Path | None, events: Path | None) -> None:
+def _run(scenario: Scenario, files: Mapping[str, Path | None]) -> None:
     scene = make_scene(scenario)
     every = choices(scenario.cluster, scene.settings)
     scene.check_hosts(every)
     if len(every) == 1 and not scenario.objectives.targets and scenario.cluster.max_gpus is None:
-        return _once(scene, every[0], json_file, html_file, events)
-    if events is not None or scenario.cluster.autoscale:
-        name = "--events" if events is not None else "cluster.autoscale"
-        raise Misconfigured(f"{name} is for a single cluster without targets, and a sweep tries many", param=name)
+        return _once(scene, every[0], files)
+    for_one = {"--events": files["events"], "--html": files["html"], "cluster.autoscale": scenario.cluster.autoscale}
+    for name, value in for_one.items():
+        if value:
+            raise Misconfigured(f"{name} is for a single cluster without targets, and a sweep tries many", param=name)
     targets = targets_of(scene.objective, scenario.objectives.attainment, scenario.objectives.targets)
-    sweep_clusters(scene, every, targets, json_file, html_file)
+    sweep_clusters(scene, every, targets, files["json"])
 
 
-def _once(
-    scene: Scene, choice: ClusterChoice, json_file: Path | None, html_file: Path | None, events: Path | None
-) -> None:
-    config, planned, steer, given = scene.config(choice), PlannedRun(), None, scene.scenario
-    if given.cluster.autoscale:
+def _once(scene: Scene, choice: ClusterChoice, files: Mapping[str, Path | None]) -> None:
+    config, planned, steer, scenario = scene.config(choice), PlannedRun(), None, scene.scenario
+    if scenario.cluster.autoscale:
         devices = {role: config.gpus_of(role) for role in config.pools.counts()}
-        attainment = given.objectives.attainment
-        steer = autoscaling(planner_settings(given.cluster.autoscale, scene.objective, attainment, devices), planned)
+        attainment = scenario.objectives.attainment
+        steer = autoscaling(planner_settings(scenario.cluster.autoscale, scene.objective, attainment, devices), planned)
         # The planner reads the records of a whole window.
         config = replace(config, router=replace(config.router, decision_history_size=MAX_RECORDS))
-    sessions, left_out = scene.fitting(config)
-    errors = Console(stderr=True)
-    warn_left_out(left_out, scene.room(config))
+    errors, start_s = Console(stderr=True), time.perf_counter()
+    warn_left_out(scene.fitting(config)[1], scene.room(config))
+    most = MAX_STEADY if steer is None and files["events"] is None else 0
+    with line_file("events", files["events"]) as put, ending_reported(), bars(errors) as bar:
+        outcome, summary = until_steady(scene, choice, config, bar, most=most, write=put, steer=steer)
+    took_s, command = time.perf_counter() - start_s, shlex.join(["baton", *sys.argv[1:]])
     with ExitStack() as at_end:  # files first: the reader of the table may stop early, as in `| head`
-        start_s = time.perf_counter()
-        with event_log(events) as put, ending_reported(events, json_file, html_file), bars(errors) as bar:
-            if scene.is_open_ended and steer is None and events is None:
-                outcome, summary = until_steady(scene, choice, config, bar)
-            else:
-                outcome = run_scene(scene, config, sessions, bar, write=put, steer=steer)
-                summary = scene.summary(choice, outcome, left_out)
-            took = f"{outcome.duration_s:,.0f} s of {choice} in {time.perf_counter() - start_s:,.1f} s"
-            at_end.callback(errors.print, took, style="dim", soft_wrap=True)
-            at_end.callback(_print_run, summary, planned.changes)
-            command = shlex.join(["baton", *sys.argv[1:]])
-            if html_file is not None:
-                text = run_page(outcome, summary, command=command, objective=scene.objective)
-                at_end.callback(partial(write, html_file, text, "html"))
-            if json_file is not None:
-                usd_per_hour = choice.num_gpus * scene.usd_per_gpu_hour
-                trial = SweepTrial(choice=choice, summary=summary, usd_per_hour=usd_per_hour)
-                changes = {"changes": [asdict(change) for change in planned.changes]} if steer is not None else {}
-                at_end.callback(write_json, json_file, document_of(scene, command, [trial]) | changes)
+        at_end.callback(
+            errors.print, f"{outcome.duration_s:,.0f} s of {choice} in {took_s:,.1f} s", style="dim", soft_wrap=True
+        )
+        at_end.callback(_print_run, summary, planned.changes)
+        if (html_file := files["html"]) is not None:
+            at_end.callback(write_page, html_file, outcome, summary, command)
+        if (json_file := files["json"]) is not None:
+            usd_per_hour = choice.num_gpus * scene.usd_per_gpu_hour
+            trial = SweepTrial(choice=choice, summary=summary, usd_per_hour=usd_per_hour)
+            changes = {"changes": [asdict(change) for change in planned.changes]} if steer is not None else {}
+            at_end.callback(write_json, json_file, document_of(scene, command, [trial]) | changes)
 
 
 def _print_run(summary: Summary, changes: Sequence[FleetChange]) -> None:

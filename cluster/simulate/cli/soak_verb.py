@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from cluster.bench.bench_report import Objective
-from cluster.simulate.results.result_files import event_log
+from cluster.bench.result_files import line_file
 from cluster.simulate.results.summary import summarise, summary_table
 from cluster.simulate.run import soak_trial as soaking
 from cluster.simulate.run.run_progress import bars, warn
@@ -72,21 +72,18 @@ def replay_one(seed: int, events: Path | None) -> None:
     console.print(f"cluster: {trial.cluster}", highlight=False, soft_wrap=True)
     for fault in trial.faults:
         console.print(f"fault: {fault}", highlight=False, soft_wrap=True)
-    with event_log(events) as write, ending_reported(events):
+    with line_file("events", events) as write, ending_reported():
         outcome = soaking.run(trial, write=write)
-        console.print(summary_table(summarise(outcome, Objective(), cluster=trial.cluster)))
+    console.print(summary_table(summarise(outcome, Objective(), cluster=trial.cluster)))
 
 
 @contextmanager
-def ending_reported(events: Path | None, *unwritten: Path | None) -> Iterator[None]:
-    """Prints a broken invariant and raises Exit(1). Prints an interruption, with the files that are not written then,
-    and raises Exit(130). Other errors pass."""
+def ending_reported() -> Iterator[None]:
+    """Prints a broken invariant and raises Exit(1). Prints an interruption and raises Exit(130). Other errors pass."""
     try:
         yield
     except Interrupted as cut:
-        there = "" if events is None else f", where {events} ends"
-        files = " and ".join(str(path) for path in unwritten if path is not None)
-        warn(f"{cut}{there}" + (f"; nothing is written to {files}" if files else ""))
+        warn(str(cut))
         raise typer.Exit(130) from None
     except Exception as error:
         if not soaking.is_broken_invariant(error):

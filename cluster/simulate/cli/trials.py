@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +16,19 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from cluster.bench.bench_verb import write_json
+from cluster.bench.result_files import write_json
 from cluster.cli.terminal_tables import result_console
 from cluster.simulate.cli.scene import Scene
 from cluster.simulate.cli.soak_verb import report_interrupted
-from cluster.simulate.results.result_files import write
-from cluster.simulate.results.result_page import sweep_page
 from cluster.simulate.results.summary import Summary, figures
 from cluster.simulate.results.sweep import SweepTrial, cheapest, front, sweep_table, verdict
 from cluster.simulate.results.targets import PercentileTarget
 from cluster.simulate.run.choices import ClusterChoice
+from cluster.simulate.run.simulation_config import SimulationConfig
 from cluster.simulate.run.fault_injector import check
-from cluster.simulate.run.run_progress import ProgressWatch, bars, duration_text, warn
+from cluster.simulate.run.run_progress import ProgressWatch, bars, warn
 from cluster.simulate.run.simulation import SimulationOutcome, Steer
 from cluster.simulate.run.simulation import simulate as run_simulation
-from cluster.simulate.run.simulation_config import SimulationConfig
-from cluster.simulate.world.clock import noting_ctrl_c
 from cluster.simulate.world.simulated_load import SessionLimit, UserSession, fitting
 from protos.errors import Misconfigured
 from protos.hints import counted
@@ -97,7 +92,6 @@ def sweep_clusters(
     every: Sequence[ClusterChoice],
     targets: Sequence[PercentileTarget],
     json_file: Path | None,
-    html_file: Path | None,
 ) -> None:
     """Raises Exit(1) if no cluster meets the objective, Exit(130) after Ctrl-C."""
     clusters = SweptClusters.of(scene, every)
@@ -111,9 +105,6 @@ def sweep_clusters(
     notes = _notes(clusters, trials, targets, room.left_out(left_out) if left_out else "")
     with ExitStack() as at_end:  # files first: the reader of the table may stop early, as in `| head`
         at_end.callback(_print_sweep, trials, [scene.hardware, *notes])
-        if html_file is not None:
-            text = sweep_page(trials, verdict(trials, targets), command=command)
-            at_end.callback(partial(write, html_file, text, "html"))
         if json_file is not None:
             document = document_of(scene, command, trials)
             at_end.callback(write_json, json_file, document | _marks(scene, clusters, trials, targets))
@@ -174,20 +165,14 @@ def _try_all(
 ) -> list[SweepTrial]:
     """Simulates clusters one after the other, until Ctrl-C; then there are fewer trials than clusters."""
     trials: list[SweepTrial] = []
-    begin_s = time.monotonic()
-    with bars(Console(stderr=True)) as bar, noting_ctrl_c() as ctrl_c, suppress(KeyboardInterrupt):
+    with bars(Console(stderr=True)) as bar, suppress(KeyboardInterrupt):
         row = bar.add_task("", total=len(possible))
-        left = ""
         for choice, config in possible.items():
-            if ctrl_c.came:
-                break
-            bar.update(row, description=f"{choice}{left}")
+            bar.update(row, description=str(choice))
             trials.append(_try_out(scene, choice, config, targets, bar))
-            mean_s = (time.monotonic() - begin_s) / len(trials)
-            left = f", about {duration_text(mean_s * (len(possible) - len(trials)))} left"
             bar.update(row, advance=1)
             if not bar.console.is_interactive:
-                bar.console.print(f"{len(trials)} of {len(possible)}: {choice}{left}", highlight=False, soft_wrap=True)
+                bar.console.print(f"{len(trials)} of {len(possible)}: {choice}", highlight=False, soft_wrap=True)
     return trials
 
 
@@ -206,14 +191,23 @@ def _try_out(
 
 
 def until_steady(
-    scene: Scene, choice: ClusterChoice, config: SimulationConfig, bar: Progress, *, most: int = MAX_STEADY
+    scene: Scene,
+    choice: ClusterChoice,
+    config: SimulationConfig,
+    bar: Progress,
+    *,
+    most: int,
+    write: Callable[[str], object] | None = None,
+    steer: Steer | None = None,
 ) -> tuple[SimulationOutcome, Summary]:
     """Runs a load that is open-ended for longer until its figures are steady, for at most `most` requests. A load whose
     requests waited longer and longer twice will not settle."""
     has_grown = False
     while True:
         sessions, left_out = scene.fitting(config)
-        outcome = run_scene(scene, config, sessions, bar)
+        with ProgressWatch(bar, sum(len(session.turns) for session in sessions)) as watch:
+            schedule = scene.schedule(config, sessions)
+            outcome = run_simulation(config, sessions, schedule, write=write, watch=watch.begin, steer=steer)
         summary = scene.summary(choice, outcome, left_out)
         num_requests, num_wanted = summary.report.num_requests, min(summary.num_wanted, most)
         if not scene.is_open_ended or num_wanted <= num_requests or (has_grown and summary.grew):
@@ -222,22 +216,6 @@ def until_steady(
         again = f"{choice}: not steady after {num_requests:,} requests: again with {num_wanted:,}"
         bar.console.print(again, style="dim", highlight=False, soft_wrap=True)
         scene = scene.longer(num_wanted)
-
-
-def run_scene(
-    scene: Scene,
-    config: SimulationConfig,
-    sessions: Sequence[UserSession],
-    bar: Progress,
-    *,
-    write: Callable[[str], object] | None = None,
-    steer: Steer | None = None,
-) -> SimulationOutcome:
-    num_requests = sum(len(session.turns) for session in sessions)
-    until_s = max(session.due_s for session in sessions)
-    with ProgressWatch(bar, num_requests=num_requests, until_s=until_s) as watch:
-        schedule = scene.schedule(config, sessions)
-        return run_simulation(config, sessions, schedule, write=write, watch=watch.begin, steer=steer)
 
 
 def warn_left_out(left_out: Sequence[UserSession], room: SessionLimit) -> None:

@@ -3,14 +3,20 @@ model."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 from cluster.config.settings import read_toml
 from cluster.simulate.latency.shapes import (
+    BFLOAT16,
     DTYPES,
+    FP8,
+    FP8_BLOCK,
     GPU_KEYS,
     GPUS,
+    INT4,
+    INT8,
     MODELS,
     MXFP4,
     SHORT_NAMES,
@@ -20,16 +26,18 @@ from cluster.simulate.latency.shapes import (
     ModelShape,
     gpu_figures,
 )
-from cluster.simulate.latency.weight_types import stored_type
 from protos.errors import BatonError, Misconfigured
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from workers.models.families.experts_config import ExpertsConfig
 from workers.models.families.latent_config import LatentConfig
 from workers.models.model_config import config_of
+from workers.weights.weight_formats import WeightFormat
 
 GPU_SUFFIX, MODEL_SUFFIX = ".toml", ".json"
 MAX_GPU_FIGURE = 1e9
+_MOST_INT4_BITS = 5.0  # of int4, on average: EXL2's bits are no whole number
+_BITS = re.compile(r"(?:int|nf|exl2-)(\d+(?:\.\d+)?)")
 
 
 def gpu_of(name: str) -> Gpu:
@@ -99,13 +107,13 @@ def read_model(path: Path, dtype: str | None = None) -> ModelShape:
         fields = Fields.of_file(files, path.name)
         inner = fields.inner("text_config")  # of a multimodal model
         fields = fields.replaced(**{name: inner.raw(name) for name in inner.names()})
-        quantization = fields.raw("quantization_config")
-        config = config_of(fields.replaced(quantization_config=None), files)
+        config = config_of(fields.replaced(quantization_config=None) if dtype else fields, files)
     except BatonError as error:
-        raise Misconfigured(f"hardware.model: {error.message}", param="hardware.model") from error
+        fix = "" if dtype else f", or give the type of its weights as hardware.dtype: {', '.join(DTYPES)}"
+        raise Misconfigured(f"hardware.model: {error.message}{fix}", param="hardware.model") from error
     latent, experts, windows = config.latent, config.experts, config.windows
     embedding = float(config.vocab_size * config.hidden_size)
-    is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == MXFP4
+    stored = config.weight_format
     return ModelShape(
         params=config.num_linear_weights + embedding,
         layers=config.num_layers,
@@ -117,12 +125,21 @@ def read_model(path: Path, dtype: str | None = None) -> ModelShape:
         width=config.intermediate_size,
         vocab=config.vocab_size,
         max_len=config.max_position,
-        dtype=dtype or stored_type(quantization, f"hardware.model: {path}"),
-        expert_dtype=MXFP4 if is_mxfp4 else None,
+        dtype=dtype or _stored_type(stored),
+        expert_dtype=MXFP4 if stored is not None and stored.label == MXFP4 else None,
         experts=None if experts is None else _experts(experts, config.num_layers),
         latent=None if latent is None else _latent(latent),
         windows=tuple(window or 0 for window in windows) if any(windows) else (),
     )
+
+
+def _stored_type(stored: WeightFormat | None) -> str:
+    """One of `DTYPES`; of gpt-oss's layers besides experts, bfloat16. Fewer than 4 bits count as 4."""
+    if stored is None or stored.label == MXFP4:
+        return BFLOAT16
+    if bits := _BITS.search(stored.label):
+        return INT4 if float(bits[1]) <= _MOST_INT4_BITS else INT8
+    return FP8_BLOCK if "block" in stored.label else FP8
 
 
 def _experts(config: ExpertsConfig, num_layers: int) -> Experts:

@@ -1,4 +1,4 @@
-"""A run or a sweep as one HTML file that needs nothing else: its table, and plots drawn as SVG."""
+"""A run as one HTML file that needs nothing else: its table, and plots over time drawn as SVG."""
 
 from __future__ import annotations
 
@@ -9,89 +9,51 @@ from html import escape
 from itertools import groupby, pairwise
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 
-from cluster.bench.bench_report import Objective, RequestRecord
+from cluster.bench.bench_report import RequestRecord
+from cluster.bench.result_files import writing
 from cluster.simulate.results.summary import Summary, summary_table
-from cluster.simulate.results.sweep import SweepTrial, front, sweep_table
 from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.run.utilisation import TimelineSample
-from protos.hints import counted, usd_figure
+from protos.hints import counted
 from protos.values import WorkerRole
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 240, 64, 36, 32, 30
-NUM_COLOURS, NUM_SLOTS, NUM_POINTS = 5, 60, 300
+NUM_SLOTS = 60
 _PAGE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 Line = Sequence[tuple[float, float]]
+Mark = tuple[float, str]
+"""Seconds and a title: a vertical line across a plot."""
 
 
-class Mark(NamedTuple):
-    """A vertical line across a plot. `title` is shown while it is pointed at."""
-
-    at: float
-    title: str
-
-
-class Dot(NamedTuple):
-    """A point of a plot. `title` is shown while it is pointed at. `style` is a class of the page's style."""
-
-    x: float
-    y: float
-    title: str
-    style: str = "dot"
-
-
-def plot(
-    title: str,
-    unit: str,
-    lines: Mapping[str, Line],
-    *,
-    dots: Sequence[Dot] = (),
-    marks: Sequence[Mark] = (),
-    until: float = 0.0,
-    log: bool = False,
-) -> str:
-    """Lines with a name each, and points. The axes begin at 0; across, a `log` axis begins at the first point."""
-    points = [*(point for line in lines.values() for point in line), *((dot.x, dot.y) for dot in dots)]
+def plot(title: str, lines: Mapping[str, Line], *, marks: Sequence[Mark] = (), until: float = 0.0) -> str:
+    """Draws lines over seconds, from 0 on."""
+    points = [point for line in lines.values() for point in line]
     if not points:
         return ""
-    xs = [x for x, _ in points] + [mark.at for mark in marks]
-    low = max(min(xs), 1e-3) if log else 0.0
-    high = max(*xs, until, low * 1.001, 1e-9)
-    ups = _ticks(max(y for _, y in points))
+    ups, acrosses = _ticks(max(y for _, y in points)), _ticks(max(until, *(x for x, _ in [*points, *marks])))
 
     def across(x: float) -> float:
-        share = math.log(max(x, low) / low) / math.log(high / low) if log else x / high
-        return LEFT + share * (WIDTH - LEFT - RIGHT)
+        return round(LEFT + x / acrosses[-1] * (WIDTH - LEFT - RIGHT), 1)
 
     def up(y: float) -> float:
-        return HEIGHT - BOTTOM - y / ups[-1] * (HEIGHT - TOP - BOTTOM)
+        return round(HEIGHT - BOTTOM - y / ups[-1] * (HEIGHT - TOP - BOTTOM), 1)
 
     parts = [f'<h2>{escape(title)}</h2><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
     for y in ups:
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y):.1f}" y2="{up(y):.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{up(y) + 4:.1f}" text-anchor="end">{_number(y)}</text>')
-    acrosses = [low * (high / low) ** (k / 4) for k in range(5)] if log else [x for x in _ticks(high) if x <= high]
-    parts += [
-        f'<text x="{across(x):.1f}" y="{HEIGHT - 9}" text-anchor="middle">{_number(x)} {unit}</text>' for x in acrosses
-    ]
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(y)}" y2="{up(y)}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{up(y) + 4}" text-anchor="end">{_number(y)}</text>')
+    parts += [f'<text x="{across(x)}" y="{HEIGHT - 9}" text-anchor="middle">{_number(x)} s</text>' for x in acrosses]
     for number, (name, line) in enumerate(lines.items()):
-        path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in line)
-        parts.append(f'<polyline class="s{number % NUM_COLOURS}" points="{path}"/>')
-        at = f'x="{LEFT + number % 8 * 82}" y="{12 + number // 8 * 12}"'
-        parts.append(f'<text class="f{number % NUM_COLOURS}" {at}>{escape(name)}</text>')
-    values = [Dot(x, y, f"{name} {_number(y)} at {_number(x)} {unit}") for name, line in lines.items() for x, y in line]
-    parts += [
-        f'<circle class="{dot.style}" cx="{across(dot.x):.1f}" cy="{up(dot.y):.1f}" r="4">'
-        f"<title>{escape(dot.title)}</title></circle>"
-        for dot in (*(values if not dots else ()), *dots)
-    ]
-    for mark in marks:
-        ends = f'x1="{across(mark.at):.1f}" x2="{across(mark.at):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"'
-        parts.append(f'<g class="mark"><title>{escape(mark.title)}</title><line {ends}/></g>')
+        path = " ".join(f"{across(x)},{up(y)}" for x, y in line)
+        parts.append(f'<polyline class="s{number}" points="{path}"/>')
+        parts.append(f'<text class="f{number}" x="{LEFT + number * 82}" y="12">{escape(name)}</text>')
+    for at_s, what in marks:
+        ends = f'x1="{across(at_s)}" x2="{across(at_s)}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"'
+        parts.append(f'<g class="mark"><title>{escape(what)}</title><line {ends}/></g>')
     return "\n".join([*parts, "</svg>"])
 
 
@@ -107,24 +69,11 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
 
 
-def _document(title: str, table: RenderableType, *, command: str, note: str, parts: Sequence[str]) -> str:
-    console = Console(width=120, no_color=True)
-    with console.capture() as captured:
-        console.print(table)
-    figures, body = escape(captured.get()), "\n".join(parts)
-    return _PAGE.substitute(
-        title=f"Baton: {title}", command=escape(command), note=escape(note), figures=figures, parts=body
-    )
-
-
-def run_page(outcome: SimulationOutcome, summary: Summary, *, command: str, objective: Objective) -> str:
-    samples, records = outcome.samples, outcome.records
+def write_page(path: Path, outcome: SimulationOutcome, summary: Summary, command: str) -> None:
+    """Raises Misconfigured."""
+    samples = outcome.samples
     faults = sorted(summary.faults, key=lambda fault: fault.at_s)
-    marks = [Mark(fault.at_s, f"{fault.what}, at {fault.at_s:,.2f} s") for fault in faults if not fault.passed_over]
-    until = max((sample.at_s for sample in samples), default=0.0)
-
-    def over_time(title: str, lines: Mapping[str, Line]) -> str:
-        return plot(title, "s", lines, until=until, marks=marks)
+    marks = [(fault.at_s, f"{fault.what}, at {fault.at_s:,.2f} s") for fault in faults if not fault.passed_over]
 
     def by_pool(value: Callable[[TimelineSample], float]) -> dict[str, Line]:
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -139,28 +88,28 @@ def run_page(outcome: SimulationOutcome, summary: Summary, *, command: str, obje
     ]
     waiting = by_pool(lambda sample: sample.num_waiting)
     waiting["gateways"] = [(sample.at_s, float(sample.num_queued)) for sample in first]
-    plots = [
-        over_time("Workers serving", by_pool(lambda sample: sample.num_workers)),
-        over_time("Sequences running", by_pool(lambda sample: sample.num_running)),
-        over_time("Requests waiting, on workers by pool and at the gateways", waiting),
-        over_time("KV blocks in use, %", by_pool(lambda sample: 100 * sample.blocks_used)),
-        over_time("Time to first token, ms, of what was asked at the time", _ttft_over_time(records)),
-        over_time("KV moved between workers, MB a second", {"": moved}),
-        over_time("USD spent on GPUs so far", {"": _spent(outcome)}),
-    ]
-    for title, name, bound_s in (
-        ("Time to first token", "ttft_s", objective.ttft_s),
-        ("Time per token", "tpot_s", objective.tpot_s),
-        ("End to end", "e2e_s", None),
-    ):
-        bounds = [Mark(1000 * bound_s, "objective")] if bound_s is not None else []
-        plots.append(plot(f"{title}: share of requests, %", "ms", _shares(records, name), log=True, marks=bounds))
+    lines_of: dict[str, Mapping[str, Line]] = {
+        "Workers serving": by_pool(lambda sample: sample.num_workers),
+        "Sequences running": by_pool(lambda sample: sample.num_running),
+        "Requests waiting, on workers by pool and at the gateways": waiting,
+        "KV blocks in use, %": by_pool(lambda sample: 100 * sample.blocks_used),
+        "Time to first token, ms, of requests sent at the time": _ttft_over_time(outcome.records),
+        "KV moved between workers, MB a second": {"": moved},
+        "USD spent on GPUs so far": {"": _spent(outcome)},
+    }
+    until = max((sample.at_s for sample in samples), default=0.0)
+    plots = [plot(title, lines, marks=marks, until=until) for title, lines in lines_of.items()]
     items = [
         f"<li>{escape(fault.what)}, at {fault.at_s:,.2f} s{escape(fault.why and f': {fault.why}')}" for fault in faults
     ]
     listed = [f"<details><summary>{counted(len(items), 'fault')}</summary><ol>", *items, "</ol></details>"]
-    table = summary_table(replace(summary, faults=()))
-    return _document("a simulated run", table, command=command, note="", parts=[*(listed if items else []), *plots])
+    console = Console(width=120, no_color=True)
+    with console.capture() as captured:
+        console.print(summary_table(replace(summary, faults=())))
+    parts = "\n".join([*(listed if items else []), *plots])
+    page = _PAGE.substitute(command=escape(command), figures=escape(captured.get()), parts=parts)
+    with writing("html", path):
+        path.write_text(page, encoding="utf-8")
 
 
 def _spent(outcome: SimulationOutcome) -> Line:
@@ -175,13 +124,6 @@ def _spent(outcome: SimulationOutcome) -> Line:
     return line
 
 
-def _shares(records: Sequence[RequestRecord], name: str) -> dict[str, Line]:
-    """A cumulative distribution, in milliseconds and percent."""
-    values = sorted(value for record in records if not record.error and (value := getattr(record, name)) is not None)
-    step = max(1, len(values) // NUM_POINTS)
-    return {"": [(1000 * values[i], 100 * (i + 1) / len(values)) for i in range(0, len(values), step)]}
-
-
 def _ttft_over_time(records: Sequence[RequestRecord]) -> dict[str, Line]:
     """Median and maximum of the requests in each time slot."""
     slot_s = max((record.due_s or 0.0 for record in records), default=0.0) / NUM_SLOTS or 1.0
@@ -194,28 +136,3 @@ def _ttft_over_time(records: Sequence[RequestRecord]) -> dict[str, Line]:
         "median": [(at_s, ttfts[len(ttfts) // 2]) for at_s, ttfts in by_time],
         "longest": [(at_s, ttfts[-1]) for at_s, ttfts in by_time],
     }
-
-
-def sweep_page(trials: Sequence[SweepTrial], verdict: str, *, command: str) -> str:
-    """A plot for each target by USD an hour: the percentile, or the share of requests that meet the objective."""
-    plots = []
-    for place, target in enumerate(reached.target for reached in trials[0].reached):
-        unit = "%" if target.objective is not None else "ms"
-        title = f"{target}: {unit} by USD an hour (line: Pareto's front; green: all targets reached)"
-        dots = [dot for trial in trials if (dot := _dot(trial, place)) is not None]
-        line = [(dot.x, dot.y) for trial in front(trials) if (dot := _dot(trial, place)) is not None]
-        plots.append(plot(title, "USD/h", {"": line}, dots=dots))
-    return _document("a sweep", sweep_table(trials), command=command, note=verdict, parts=plots)
-
-
-def _dot(trial: SweepTrial, place: int) -> Dot | None:
-    """None if too few requests ended for the percentile to exist."""
-    reached = trial.reached[place]
-    is_share = reached.target.objective is not None
-    height = 100 * reached.share if is_share else 1000 * reached.value_s
-    if not math.isfinite(height):
-        return None
-    figure = "" if is_share else f", {reached.target.name} {reached.figure} ms"
-    usd = usd_figure(trial.usd_per_hour)
-    title = f"{trial.choice}: USD {usd} an hour, {reached.share:.1%} within{figure}"
-    return Dot(trial.usd_per_hour, height, title, "good" if trial.is_good else "bad")

@@ -76,8 +76,6 @@ class Summary:
     """The figures of a run.
 
     - `handed_over`: share of complete answers that continued on another worker after their first token
-    - `transfer_share`: of the end-to-end time of answers whose KV was transferred, the share of the transfer
-    - `transfer_waited`: the share in which clients waited for it
     - `num_not_asked`: requests not sent, since an earlier one of their conversation had failed; not in the report
     - `num_left_out`, `num_left_out_requests`: sessions and requests too long for any worker; not in the report
     - `cluster`: the cluster in one line; empty if a sweep did not choose it
@@ -95,8 +93,6 @@ class Summary:
     costs: TokenCosts
     handed_over: float
     transfer_bytes: int
-    transfer_share: float
-    transfer_waited: float
     fingerprint: str
     num_events: int
     faults: Sequence[Happened] = ()
@@ -149,7 +145,6 @@ def summarise(
 ) -> Summary:  # fmt: skip
     """`left_out`: sessions of the load that were too long to simulate."""
     # A message between the first and the last token may have several tokens, so gaps are taken from the workers.
-    transfers = outcome.transfers
     report = replace(make_report(outcome.records, objective), itl_s=outcome.itl_s, late_s=None)
     return Summary(
         cluster=cluster,
@@ -162,8 +157,6 @@ def summarise(
         costs=_costs(outcome, report),
         handed_over=outcome.num_handed_over / max(1, report.num_completed),
         transfer_bytes=outcome.transfer_bytes,
-        transfer_share=transfers.travelled_s / (transfers.answers_s or 1.0),
-        transfer_waited=transfers.waited_s / (transfers.answers_s or 1.0),
         fingerprint=outcome.fingerprint,
         num_events=outcome.num_events,
         faults=outcome.faults,
@@ -313,10 +306,6 @@ def summary_table(summary: Summary) -> RenderableType:
     facts.add_row("prompt tokens cached by tier", _tiers(summary.hits))
     facts.add_row("answers handed over", f"{summary.handed_over:.1%}")
     facts.add_row("KV moved", f"{summary.transfer_bytes / 1e9:,.2f} GB")
-    facts.add_row(
-        "their KV on its way",
-        f"{summary.transfer_share:.1%} of their time, {summary.transfer_waited:.1%} seen by clients",
-    )
     if (drafts := summary.drafts) is not None:
         share = f"{drafts.num_accepted / drafts.num_drafted:.0%} of" if drafts.num_drafted else "none of"
         facts.add_row("tokens a row", f"{drafts.tokens_per_row:.2f}, {share} {drafts.num_drafted:,} drafts accepted")

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from cluster.bench.bench_report import RequestRecord
 from cluster.bench.prompts import Prompts
+from cluster.bench.bench_report import RequestRecord
 from cluster.simulate.node.device import WEIGHT, weighed
-from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
 from cluster.simulate.run.simulation_config import VOCAB_SIZE
+from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
 from cluster.simulate.world.event_log import SimulationLog
-from cluster.simulate.world.simulated_lanes import Travel
 from cluster.simulate.world.simulated_load import SessionTurn, UserSession
 from kvtransfer.hashing import Remembering, chain_hashes
 from protos.errors import BatonError
@@ -27,7 +26,6 @@ from router.jobs import Job, TokenDelta
 from router.traces.request_trace import EventKind
 from workers.toy import MODULUS, STRIDE
 
-PULL = "/pull"
 ABORTED = "aborted"
 GATEWAY_LOST = "gateway_lost"
 ALONE = "alone"
@@ -57,23 +55,6 @@ class Answer:
             token_ids.append(token_id)
         self._total, self._position = total, position
         return token_ids
-
-
-@dataclass(slots=True, eq=False)
-class Transfers:
-    """Answers whose KV was transferred. `travelled_s`: from the offer of its first part to the arrival of its last
-    part. `waited_s`: the part of it in which clients waited, before the first token of a prompt with a pulled prefix,
-    or after the first token of an answer that was handed over. `answers_s`: their time from end to end."""
-
-    travelled_s: float = 0.0
-    waited_s: float = 0.0
-    answers_s: float = 0.0
-
-    def count(self, travels: Mapping[str, Travel], first_s: float, e2e_s: float) -> None:
-        for ticket_id, travel in travels.items():
-            self.travelled_s += travel.over_s - travel.begun_s
-            self.waited_s += travel.waited_s(0.0 if ticket_id.endswith(PULL) else first_s)
-        self.answers_s += e2e_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +89,6 @@ class Clients:
         self.running: dict[str, SimulatedRequest] = {}
         self.num_handed_over = 0
         self.failures: list[Failure] = []
-        self.transfers = Transfers()
         self._deployment = deployment
         self._event_log = event_log
         self._prompts = Prompts(seed=seed, vocab_size=VOCAB_SIZE, num_ids=PROMPT_IDS)
@@ -174,8 +154,6 @@ class Clients:
             self._prefixes.answered(job, tokens)
         self._deployment.gaps.ended(request_id)
         self.num_handed_over += request.handed_over and not error
-        if (travels := self._deployment.lanes.take(request_id)) and request.times and not error:
-            self.transfers.count(travels, request.times[0], request.times[-1] - sent_s)
         self._note_failures(gateway, request_id)
         by = self._deciders(gateway, request_id)
         self._event_log.note("ended", request_id, tokens=len(tokens), error=error or "none", by=by)

@@ -6,32 +6,23 @@ A thread polls it. The simulation sends nothing and waits for nothing, so that w
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 BAR_EVERY_S = 0.5
 LINE_EVERY_S = 30.0
-LEAST_TO_FORETELL = 0.01
-"""Share of a run before which no estimate of the rest is shown."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunProgress:
-    """`num_made` of `num_workers` workers are made; then `num_ended` requests have ended, with or without an answer, in
-    `at_s` seconds of virtual time. `at_s` is None before the load begins."""
-
-    num_made: int
-    num_workers: int
-    num_ended: int = 0
-    at_s: float | None = None
-
-
-Look = Callable[[], RunProgress]
-"""Callable from any thread."""
+Look = Callable[[], tuple[int, str]]
+"""The number of requests that have ended, and what else is to be said. Callable from any thread."""
 
 
 def warn(line: str) -> None:
@@ -41,23 +32,19 @@ def warn(line: str) -> None:
 
 def bars(console: Console) -> Progress:
     """A progress bar for steps that follow one another. Bars disappear at their end."""
-    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    text = TextColumn("{task.description}")
+    columns = (BarColumn(20), MofNCompleteColumn(), text, TimeElapsedColumn(), TimeRemainingColumn())
     off = not console.is_interactive  # elsewhere a bar would leave an empty line
     return Progress(*columns, console=console, transient=True, refresh_per_second=1 / BAR_EVERY_S, disable=off)
 
 
 class ProgressWatch:
-    """Shows a run of this many requests, the last of which is due by `until_s`, from `with` to its end, as a row of
-    `bar`, which the caller has begun. Writes no line before `begin`."""
+    """Shows a run of this many requests, from `with` to its end, as a row of `bar`, which the caller has begun. Writes
+    no line before `begin`."""
 
-    def __init__(
-        self, bar: Progress, *, num_requests: int, until_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, bar: Progress, num_requests: int) -> None:
         self._bar = bar
         self._num_requests = num_requests
-        self._until_s = until_s
-        self._clock = clock
-        self._start_s = clock()
         self._look: Look | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -76,35 +63,15 @@ class ProgressWatch:
         self._bar.remove_task(self._row)
 
     def show(self) -> None:
-        """The bar as it is now, or another line."""
+        """Updates the bar, or prints another line."""
         if self._look is None:
             return
-        now, console = self._look(), self._bar.console
-        if now.at_s is None:
-            text = beside = f"{now.num_made:,} of {now.num_workers:,} workers made"
-        else:
-            left = self._left(now.num_ended, now.at_s)
-            beside = f"{now.at_s:,.0f} virtual s{left}"
-            ended = f"{now.num_ended:,} of {self._num_requests:,} requests have ended"
-            text = f"{ended} in {now.at_s:,.0f} s of virtual time{left}"
-        self._bar.update(self._row, completed=now.num_ended, description=beside, refresh=True)
-        if not console.is_interactive:
-            console.print(text, highlight=False, soft_wrap=True)
+        num_ended, text = self._look()
+        self._bar.update(self._row, completed=num_ended, description=text, refresh=True)
+        if not self._bar.console.is_interactive:
+            line = f"{num_ended:,} of {self._num_requests:,} requests have ended: {text}"
+            self._bar.console.print(line, highlight=False, soft_wrap=True)
 
     def _run(self) -> None:
         while not self._over.wait(BAR_EVERY_S if self._bar.console.is_interactive else LINE_EVERY_S):
             self.show()
-
-    def _left(self, num_ended: int, at_s: float) -> str:
-        """The remaining share of requests or of virtual time, whichever is smaller. Time decides while few requests are
-        due, and requests decide after the last one was sent."""
-        share = min(num_ended / self._num_requests, at_s / self._until_s if self._until_s else 1.0)
-        if share < LEAST_TO_FORETELL:
-            return ""
-        return f", about {duration_text((self._clock() - self._start_s) * (1 / share - 1))} left"
-
-
-def duration_text(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(0.0, seconds):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -44,7 +44,6 @@ class HardwareTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model: str = "llama-3-8b"
     dtype: str | None = None
     lane_gbps: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-    nvlink: bool = False
     usd_per_gpu_hour: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     acceptance: list[Share] = []
 

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from cluster.bench.bench_report import Percentiles, RequestRecord
-from cluster.simulate.run.clients import Clients, Failure, Transfers
+from cluster.simulate.run.clients import Clients, Failure
+from cluster.simulate.run.simulation_config import SimulationConfig
 from cluster.simulate.run.deployment import SimulatedDeployment, WorkerLife
 from cluster.simulate.run.fault_injector import Happened, Trouble, check
 from cluster.simulate.run.invariants import Invariants
-from cluster.simulate.run.run_progress import Look, RunProgress
-from cluster.simulate.run.simulation_config import SimulationConfig
+from cluster.simulate.run.run_progress import Look
 from cluster.simulate.run.utilisation import SimulationTimeline, TimelineSample
 from cluster.simulate.world.clock import VirtualLoop, run_virtually
 from cluster.simulate.world.event_log import SimulationLog
@@ -44,7 +44,6 @@ class SimulationOutcome:
     samples: Sequence[TimelineSample]
     num_handed_over: int
     transfer_bytes: int
-    transfers: Transfers
     faults: Sequence[Happened] = ()
     failures: Sequence[Failure] = ()
 
@@ -128,7 +127,6 @@ def _simulate(
             samples=timeline.samples,
             num_handed_over=clients.num_handed_over,
             transfer_bytes=deployment.lanes.num_bytes,
-            transfers=clients.transfers,
             faults=trouble.happened,
             failures=clients.failures,
         )
@@ -139,13 +137,11 @@ def _simulate(
         raise Interrupted(event_log.over_s) from None
 
 
-def _progress(deployment: SimulatedDeployment, clients: Clients, event_log: SimulationLog) -> RunProgress:
-    return RunProgress(
-        num_made=deployment.num_made,
-        num_workers=len(deployment.config.pools.worker_ids()),
-        num_ended=len(clients.records),
-        at_s=event_log.at_s,
-    )
+def _progress(deployment: SimulatedDeployment, clients: Clients, event_log: SimulationLog) -> tuple[int, str]:
+    if event_log.at_s is None:
+        num_workers = len(deployment.config.pools.worker_ids())
+        return 0, f"{deployment.num_made:,} of {num_workers:,} workers made"
+    return len(clients.records), f"{event_log.at_s:,.0f} s of virtual time"
 
 
 async def _under_load(

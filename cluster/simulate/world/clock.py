@@ -270,7 +270,7 @@ def run_virtually(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Re
     try:
         # No list of running generators is needed.
         loop.call_soon(partial(sys.set_asyncgen_hooks, firstiter=None))
-        with noting_ctrl_c() as ctrl_c, ctrl_c.ending(loop):
+        with _ended_by_ctrl_c(loop):
             return loop.run_until_complete(main)
     finally:
         loop.over_s = loop.time()
@@ -279,50 +279,23 @@ def run_virtually(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Re
         loop.close()
 
 
-class CtrlC:
-    """Notes Ctrl-C, and ends the loop that runs between two callbacks; a second one raises KeyboardInterrupt at once.
-
-    An exception that a signal raises is lost if it comes up in a destructor, such as those of a run's many objects.
-    """
-
-    def __init__(self) -> None:
-        self.came = False
-        self._loop: VirtualLoop | None = None
-
-    def __call__(self, *_: object) -> None:
-        if self.came:
-            raise KeyboardInterrupt
-        self.came = True
-        if self._loop is not None:
-            self._loop.interrupt()
-
-    @contextmanager
-    def ending(self, loop: VirtualLoop) -> Iterator[None]:
-        """Raises KeyboardInterrupt at the end if Ctrl-C came before it."""
-        self._loop = loop
-        try:
-            if self.came:
-                loop.interrupt()
-            yield
-            loop.check_interrupted()  # the loop may have ended before it could check
-        finally:
-            self._loop = None
-
-
 @contextmanager
-def noting_ctrl_c() -> Iterator[CtrlC]:
-    """The handler that is installed already, or a new one until the end. Where Ctrl-C is ignored, it stays so."""
+def _ended_by_ctrl_c(loop: VirtualLoop) -> Iterator[None]:
+    """Ctrl-C ends the loop between two callbacks; a second one raises KeyboardInterrupt at once. Where it is
+    ignored, it stays so."""
     usual = signal.getsignal(signal.SIGINT)
-    if isinstance(usual, CtrlC):
-        yield usual
-        return
-    handler = CtrlC()
     if usual is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield handler
+        yield
         return
-    signal.signal(signal.SIGINT, handler)
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGINT, usual)
+        loop.interrupt()
+
+    signal.signal(signal.SIGINT, end)
     try:
-        yield handler
+        yield
+        loop.check_interrupted()  # the loop may have ended before it could check
     finally:
         signal.signal(signal.SIGINT, usual)
 

@@ -9,58 +9,28 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from cluster.simulate.latency.shapes import HOST_GPUS
 from kvtransfer.lane_config import LaneConfig
 from kvtransfer.transports.inproc import InprocExchange, InprocParcel
 from protos.values import LaneAddress
 
 STALL_S = 5.0
-"""A lane without progress for this long is lost, as in `kvtransfer.lane_config.LaneConfig`."""
+"""A lane without progress for this long is lost, as in `kvtransfer.config.LaneConfig`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cards:
     """The network cards of workers. Rates are bytes per second each way, of all cards of a worker together: `rates` by
-    worker, else `rate`. Workers on one of `hosts`, by number, use the rate of its `links`. `delay_s` is the delay of a
-    message. Each lane stages about `max_staged_bytes`, as in `kvtransfer.lane_config.LaneConfig`."""
+    worker, else `rate`. `delay_s` is the delay of a message. Each lane stages about `max_staged_bytes`, as in
+    `kvtransfer.config.LaneConfig`."""
 
     rate: float = 50e9
     rates: Mapping[str, float] = field(default_factory=dict)
-    links: Mapping[str, float] = field(default_factory=dict)
-    hosts: Mapping[str, int] = field(default_factory=dict)
     delay_s: float = 20e-6
     max_staged_bytes: int = LaneConfig().max_staged_bytes
 
-    def share_host(self, source: str, destination: str) -> bool:
-        host = self.hosts.get(source)
-        return host is not None and host == self.hosts.get(destination)
-
     def rate_between(self, source: str, destination: str) -> float:
         """The rate of the slower end."""
-        rates = self.links if self.share_host(source, destination) else self.rates
-        return min(rates.get(source, self.rate), rates.get(destination, self.rate))
-
-
-def hosts_of(num_gpus: Mapping[str, int]) -> dict[str, int]:
-    """The host of each worker whose GPUs fit on one of `HOST_GPUS`. Pools alternate, so that a host has workers of
-    both. A worker of several hosts shares none."""
-    pools: dict[str, list[str]] = {}
-    for worker in num_gpus:
-        pools.setdefault(worker.rpartition("-")[0], []).append(worker)
-    mixed = sorted(
-        (place / len(workers), pool, worker) for pool, workers in pools.items() for place, worker in enumerate(workers)
-    )
-    found: dict[str, int] = {}
-    free: list[int] = []  # free GPUs of each host so far
-    for *_, worker in mixed:
-        if (num := num_gpus[worker]) > HOST_GPUS:
-            continue
-        host = next((number for number, left in enumerate(free) if left >= num), len(free))
-        if host == len(free):
-            free.append(HOST_GPUS)
-        free[host] -= num
-        found[worker] = host
-    return found
+        return min(self.rates.get(source, self.rate), self.rates.get(destination, self.rate))
 
 
 @dataclass(slots=True, eq=False)
@@ -69,18 +39,6 @@ class Condition:
 
     slowness: float = 1.0
     held: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Travel:
-    """The transfer of a ticket's KV: when its first part was offered, and when its latest part arrived."""
-
-    begun_s: float
-    over_s: float
-
-    def waited_s(self, since_s: float) -> float:
-        """Seconds of the transfer after this time."""
-        return max(0.0, self.over_s - max(since_s, self.begun_s))
 
 
 class Lanes:
@@ -95,7 +53,6 @@ class Lanes:
         self._receiving: dict[str, float] = {}
         self._conditions: dict[tuple[str, str], Condition] = {}
         self._held: dict[tuple[str, str], list[Callable[[], None]]] = {}
-        self._travels: dict[str, dict[str, Travel]] = {}  # by job and ticket
 
     def condition(self, source: str, destination: str) -> Condition:
         return self._conditions.setdefault((source, destination), Condition())
@@ -114,10 +71,6 @@ class Lanes:
         self._held.pop((source.worker_id, destination.worker_id), None)
         self.exchange.cut(source, destination, "the wire was cut")
 
-    def take(self, job: str) -> Mapping[str, Travel]:
-        """Returns and drops the travel of a job's KV, by ticket."""
-        return self._travels.pop(job, {})
-
     def _carry(self, parcel: InprocParcel, deliver: Callable[[], None]) -> None:
         """Carries a parcel. Parcels of a lane arrive in the order they were offered: the cards take them one after the
         other."""
@@ -125,20 +78,12 @@ class Lanes:
         condition = self._conditions.get(pair)
         took_s = parcel.num_bytes / self._cards.rate_between(*pair) * (1.0 if condition is None else condition.slowness)
         source, destination = parcel.source, parcel.destination
-        if self._cards.share_host(*pair):
-            source, destination = f"{source} link", f"{destination} link"  # their network cards stay free
         begin_s = max(self._loop.time(), self._sending.get(source, 0.0), self._receiving.get(destination, 0.0))
         self._sending[source] = self._receiving[destination] = begin_s + took_s
         self.num_bytes += parcel.num_bytes
-        travel = self._travel(parcel.chunk.ticket_id)
-        self._loop.call_at(begin_s + took_s + self._cards.delay_s, self._arrive, pair, deliver, travel)
+        self._loop.call_at(begin_s + took_s + self._cards.delay_s, self._arrive, pair, deliver)
 
-    def _travel(self, ticket_id: str) -> Travel:
-        now, tickets = self._loop.time(), self._travels.setdefault(ticket_id.rpartition(".")[0], {})
-        return tickets.setdefault(ticket_id, Travel(begun_s=now, over_s=now))
-
-    def _arrive(self, pair: tuple[str, str], deliver: Callable[[], None], travel: Travel) -> None:
-        travel.over_s = self._loop.time()
+    def _arrive(self, pair: tuple[str, str], deliver: Callable[[], None]) -> None:
         condition = self._conditions.get(pair)
         if condition is not None and condition.held:
             self._held.setdefault(pair, []).append(deliver)

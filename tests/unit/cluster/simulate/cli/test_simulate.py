@@ -32,8 +32,7 @@ def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeyp
     assert run["figures"]["hits"].keys() == {"device", "host", "pulled"}
     assert run["figures"]["num_events"] == len(events.read_text().splitlines())
     html = page.read_text()
-    assert html.count("<svg ") == 10
-    assert html.count("<title>objective</title>") == 1
+    assert html.count("<svg ") == 7
     assert "Workers serving" in html
     assert 'name="viewport"' in html
     assert "prefers-color-scheme: dark" in html
@@ -45,7 +44,7 @@ def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("more", [(), ("objectives.targets=['ttft p95 < 900 ms']",)])
 def test_files_are_written_though_nobody_reads_the_table(more: tuple[str, ...], tmp_path: Path) -> None:
-    files = [tmp_path / "run.json", tmp_path / "run.html"]
+    files = [tmp_path / "run.json", *([] if more else [tmp_path / "run.html"])]
     kept = [word for file in files for word in (f"--{file.suffix[1:]}", str(file))]
     changes = [word for change in (*SMALL, *more) for word in ("--set", change)]
     reader, writer = os.pipe()
@@ -212,6 +211,7 @@ def test_a_soak_goes_on_after_a_bug_and_prints_its_traceback(monkeypatch: pytest
         (("--events", "no/such"), "events"),
         (("--json", "."), "json"),
         (("objectives.targets=['ttft p90 < 1 s']", "--events", "x.log"), "--events"),
+        (("cluster.decode=1:2", "objectives.ttft_ms=5", "--html", "x.html"), "--html"),
         (("cluster.decode=1:2", "objectives.ttft_ms=5", "cluster.autoscale=1:2"), "cluster.autoscale"),
         (("none.toml",), "scenario"),
     ],
@@ -249,7 +249,6 @@ def test_what_cannot_be_written_at_the_end_is_told_after_the_table() -> None:
         assert result.exception.param == "json"
     for arguments in ((*SMALL, "--html", os.devnull), ("--replay", "1")):
         result = call(*arguments, "--events", full)
-        assert "event log" in result.stdout
         assert isinstance(result.exception, Misconfigured)
         assert result.exception.param == "events"
 

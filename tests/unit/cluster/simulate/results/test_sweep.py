@@ -51,10 +51,8 @@ def test_a_sweep_without_a_target_is_refused() -> None:
 
 def test_clusters_are_ranked_by_what_they_cost_an_hour(tmp_path: Path) -> None:
     """A cluster that took less time for the load was cheaper than a smaller one."""
-    file, page = tmp_path / "sweep.json", tmp_path / "sweep.html"
-    told = answer(
-        *SMALL, "cluster.max_gpus=2", "objectives.targets=['ttft p90 < 90 s']", "--json", str(file), "--html", str(page)
-    )
+    file = tmp_path / "sweep.json"
+    told = answer(*SMALL, "cluster.max_gpus=2", "objectives.targets=['ttft p90 < 90 s']", "--json", str(file))
     swept = json.loads(file.read_text())
     prices = [run["usd_per_hour"] for run in swept["runs"]]
     assert prices == sorted(prices)
@@ -62,8 +60,7 @@ def test_clusters_are_ranked_by_what_they_cost_an_hour(tmp_path: Path) -> None:
     assert swept["cheapest"] == swept["front"][0]
     assert (swept["cheapest"]["prefill"], swept["cheapest"]["decode"]) == (0, 1)
     assert "the cheapest that reaches TTFT p90 < 90000 ms: 1 colocated tp1 slo, USD" in told
-    assert page.read_text().count("<circle") == len(swept["runs"])
-    assert "1P+1D tp1 slo: USD" in page.read_text()
+    assert {"prefill": 1, "decode": 1, "tp": 1, "policy": "slo"} in [run["cluster"] for run in swept["runs"]]
 
 
 def test_a_target_that_nothing_reaches_says_what_binds_and_where_to_look() -> None:

@@ -43,9 +43,7 @@ def test_the_event_log_ends_where_the_run_was_interrupted(tmp_path: Path, monkey
     lines = cut.read_text().splitlines()
     assert lines == whole.read_text().splitlines()[: len(lines)]
     assert sum(" asked " in line for line in lines) == 20
-    (told,) = result.stderr.splitlines()
-    at = f"interrupted at {float(lines[-1].split()[0]):.2f} s of the load"
-    assert told == f"{at}, where {cut} ends; nothing is written to {figures}"
+    assert result.stderr == f"interrupted at {float(lines[-1].split()[0]):.2f} s of the load\n"
 
 
 def test_a_run_that_is_interrupted_before_its_load_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

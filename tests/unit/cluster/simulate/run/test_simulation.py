@@ -227,19 +227,6 @@ def test_a_host_tier_finds_more_and_its_loads_take_time_that_leaps_do_not_change
     assert outcome(4000, leaping=True, speed=1e7) == without, "what is loaded slower than computed is computed"
 
 
-def test_the_report_says_what_share_of_answers_time_their_kv_travelled() -> None:
-    asked = sessions(num=8, rate=2.0)
-
-    def shares(**more: object) -> tuple[float, float]:
-        summary = summarise(simulate(town(**more), asked), Objective())  # type: ignore[arg-type]
-        return summary.transfer_share, summary.transfer_waited
-
-    fast, slow = shares(), shares(cards=Cards(rate=1e9))
-    assert 0.0 < fast[1] <= fast[0] < slow[0] < 1.0
-    assert slow[1] > 10 * fast[1]
-    assert shares(prefill=0) == (0.0, 0.0)
-
-
 def test_answers_of_one_token_are_not_handed_over() -> None:
     """The one token is the reader's: what was reserved for the rest is given back. Every such answer counted."""
     short, long = sessions(num=3, max_output=1), sessions(num=9, max_output=20)[3:]
