@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ from cluster.bench.bench_report import Objective
 from cluster.bench.bench_load import Lengths
 from cluster.config.cluster_config import ClusterConfig, PoolsConfig
 from cluster.config.settings import merge, read_file
-from cluster.simulate.latency.gpus_and_models import gpu_of, model_of
-from cluster.simulate.latency.shapes import HOST_GPUS
+from cluster.simulate.latency.gpus_and_models import gpu_of
 from cluster.simulate.results.summary import Summary, summarise
 from cluster.simulate.run.choices import ClusterChoice
 from cluster.simulate.run.simulation_config import (
@@ -100,16 +99,6 @@ class Scene:
         return replace(
             config, cards=Cards(rates={worker: num * rate for worker, num in config.gpus_by_worker().items()})
         )
-
-    def check_hosts(self, every: Iterable[ClusterChoice]) -> None:
-        """Warns of mixtures of experts on workers of several hosts that share every layer."""
-        most = max(max(one.tp, one.prefill_tp or 0, one.decode_tp or 0) for one in every)
-        model = self.scenario.hardware.model
-        if most > HOST_GPUS and model_of(model).experts is not None:
-            warn(
-                f"{most} GPUs on several hosts share every layer of {model}, which is slow: such models are "
-                "served with attention of their own on each GPU, which is not simulated"
-            )
 
     def fitting(self, config: SimulationConfig) -> tuple[list[UserSession], list[UserSession]]:
         """The sessions that fit the workers, and the others. Raises Misconfigured if none fits."""

@@ -79,7 +79,6 @@ def simulate(
 def _run(scenario: Scenario, files: Mapping[str, Path | None]) -> None:
     scene = make_scene(scenario)
     every = choices(scenario.cluster, scene.settings)
-    scene.check_hosts(every)
     if len(every) == 1 and not scenario.objectives.targets and scenario.cluster.max_gpus is None:
         return _once(scene, every[0], files)
     for_one = {"--events": files["events"], "--html": files["html"], "cluster.autoscale": scenario.cluster.autoscale}

@@ -148,9 +148,8 @@ def _notes(
     if left_out:
         notes.append(f"{left_out}: all clusters miss them")
     num_possible = len(clusters.possible)
-    is_whole = len(trials) == num_possible
-    of_those = "" if is_whole else f"of the {len(trials):,} of {counted(num_possible, 'cluster')} done, "
-    return [*notes, f"{of_those}{verdict(trials, targets, is_whole=is_whole)}"]
+    of_those = f"of the {len(trials):,} of {counted(num_possible, 'cluster')} done, "
+    return [*notes, f"{of_those if len(trials) < num_possible else ''}{verdict(trials, targets)}"]
 
 
 def _print_sweep(trials: Sequence[SweepTrial], notes: Sequence[str]) -> None:

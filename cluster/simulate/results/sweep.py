@@ -55,16 +55,15 @@ def closest(trials: Sequence[SweepTrial]) -> SweepTrial | None:
     return best if best.binding.ratio else None
 
 
-def verdict(trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget], *, is_whole: bool = True) -> str:
-    """The cheapest cluster, the target that limits it, and what to try next; that only if all clusters were tried."""
+def verdict(trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget]) -> str:
+    """The cheapest cluster, the target that limits it, and what the best of the cheaper ones misses."""
     best = cheapest(trials)
     if best is None:
         nearest = closest(trials)
         wanted = " and ".join(map(str, targets))
         if nearest is None:
             return f"no cluster reaches {wanted}; none for a single request"
-        near = f"the closest is {nearest.choice}: {_misses(nearest)}"
-        return f"no cluster reaches {wanted}; {near}" + (f"; {_wider(nearest, trials)}" if is_whole else "")
+        return f"no cluster reaches {wanted}; the closest is {nearest.choice}: {_misses(nearest)}"
     found = f"the cheapest that reaches {' and '.join(map(str, targets))}: {best.choice}, "
     found += f"USD {usd_figure(best.usd_per_hour)} an hour"
     if (busiest := best.summary.busiest) is not None:
@@ -85,32 +84,6 @@ def _misses(trial: SweepTrial) -> str:
     if target.objective is not None:
         return f"{binding.share:.1%} of its requests meet the objective"
     return f"its {target.name} is {binding.figure} ms, {binding.share:.1%} are within {target.bound_s * 1000:g} ms"
-
-
-def _wider(trial: SweepTrial, trials: Sequence[SweepTrial]) -> str:
-    """The name of the number, of workers or of their GPUs, that would have to grow beyond the tried values."""
-    choice, binding = trial.choice, trial.binding.target
-    if not choice.prefill:
-        return _beyond("colocated", choice.decode, [one.choice.decode for one in trials if not one.choice.prefill])
-    slow = _slow(binding, trial)
-    name, num = ("prefill", choice.prefill) if slow == "ttft" else ("decode", choice.decode)
-    return _beyond(name, num, [getattr(one.choice, name) for one in trials if one.choice.prefill])
-
-
-def _slow(target: PercentileTarget, trial: SweepTrial) -> str:
-    """The metric of a trial that misses an objective by more."""
-    if target.objective is None:
-        return target.metric
-    report, objective = trial.summary.report, target.objective
-    ttft = report.ttft_s.p90 / objective.ttft_s if report.ttft_s and objective.ttft_s else 0.0
-    tpot = report.tpot_s.p90 / objective.tpot_s if report.tpot_s and objective.tpot_s else 0.0
-    return "ttft" if ttft >= tpot else "tpot"
-
-
-def _beyond(name: str, num: int, tried: Sequence[int]) -> str:
-    if num < max(tried):
-        return f"more than cluster.{name} = {num} did not help as tried: give a larger tp or a faster gpu"
-    return f"give more than cluster.{name} = {num}, or a larger tp"
 
 
 def _busiest(summary: Summary) -> Text:

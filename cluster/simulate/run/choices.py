@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import prod
+from itertools import islice, product, starmap
 
 from cluster.config.cluster_config import MAX_WORKERS, ClusterConfig
 from cluster.simulate.run.scenario import ClusterTable, Counts
@@ -45,24 +44,42 @@ def choices(table: ClusterTable, settings: ClusterConfig) -> list[ClusterChoice]
     """The smallest clusters first. Numbers that the table does not give are those of the settings. Raises
     Misconfigured."""
     policies = _policies(settings.router.policy if table.policy is None else table.policy)
-    ranks = _numbers("tp", settings.worker.tp if table.tp is None else table.tp, least=1)
+    ranks = _numbers("tp", _first(table.tp, settings.worker.tp), least=1)
     if table.max_gpus is not None:
-        return _within(table.max_gpus, ranks, policies)
+        possible = _within(table.max_gpus, ranks, policies)
+    else:
+        possible = starmap(_choice, product(*_pools(table, settings), ranks, policies))
+    every = list(islice(possible, MAX_CLUSTERS + 1))
+    if len(every) > MAX_CLUSTERS:
+        raise Misconfigured(
+            f"cluster: too many clusters to compare: give fewer numbers, at most {MAX_CLUSTERS:,} combinations",
+            param="cluster",
+        )
+    return sorted(dict.fromkeys(every), key=lambda choice: (choice.num_gpus, str(choice)))
+
+
+def _pools(table: ClusterTable, settings: ClusterConfig) -> list[Sequence[int | None]]:
+    """Numbers of prefill and decode workers, and of the GPUs of each."""
     pools = settings.pools
     colocated = pools.colocated if table.prefill is None and table.decode is None else 0
     if table.colocated is not None or colocated:
-        num_decode = _numbers("colocated", table.colocated if table.colocated is not None else colocated, least=1)
-        return _combined([0], num_decode, ranks, policies)
-    num_prefill = _numbers("prefill", _first(table.prefill, pools.prefill))
-    num_decode = _numbers("decode", _first(table.decode, pools.decode), least=1)
+        return [[0], _numbers("colocated", _first(table.colocated, colocated), least=1), [None], [None]]
     own = [
-        [None] if given is None and setting is None else _numbers(name, _first(given, setting), least=1)
-        for name, given, setting in (
+        [None] if number is None and setting is None else _numbers(name, _first(number, setting), least=1)
+        for name, number, setting in (
             ("prefill_tp", table.prefill_tp, pools.prefill_tp),
             ("decode_tp", table.decode_tp, pools.decode_tp),
         )
     ]
-    return _combined(num_prefill, num_decode, ranks, policies, *own)
+    num_prefill = _numbers("prefill", _first(table.prefill, pools.prefill))
+    return [num_prefill, _numbers("decode", _first(table.decode, pools.decode), least=1), *own]
+
+
+def _choice(
+    prefill: int, decode: int, prefill_tp: int | None, decode_tp: int | None, tp: int, policy: str
+) -> ClusterChoice:
+    own = {"prefill_tp": prefill_tp, "decode_tp": decode_tp} if prefill else {}
+    return ClusterChoice(prefill=prefill, decode=decode, tp=tp, policy=policy, **own)
 
 
 def _first(*values: Counts | None) -> Counts:
@@ -96,53 +113,15 @@ def _policies(given: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _combined(
-    prefill: Sequence[int],
-    decode: Sequence[int],
-    tp: Sequence[int],
-    policies: Sequence[str],
-    prefill_tp: Sequence[int | None] = (None,),
-    decode_tp: Sequence[int | None] = (None,),
-) -> list[ClusterChoice]:
-    """Raises Misconfigured."""
-    _check_number(prod(map(len, (prefill, decode, tp, policies, prefill_tp, decode_tp))))
-    every = dict.fromkeys(
-        ClusterChoice(
-            prefill=num_prefill,
-            decode=num_decode,
-            tp=ranks,
-            policy=policy,
-            prefill_tp=of_prefill if num_prefill else None,
-            decode_tp=of_decode if num_prefill else None,
-        )
-        for num_prefill, num_decode, ranks, policy, of_prefill, of_decode in product(
-            prefill, decode, tp, policies, prefill_tp, decode_tp
-        )
-    )
-    return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
-
-
-def _within(gpus: int, ranks: Sequence[int], policies: Sequence[str]) -> list[ClusterChoice]:
+def _within(gpus: int, ranks: Sequence[int], policies: Sequence[str]) -> Iterator[ClusterChoice]:
     """All splits of at most this number of GPUs into two pools, and as many colocated workers as fit."""
-    _check_number(sum((gpus // tp) * (gpus // tp + 1) // 2 for tp in ranks) * len(policies))
-    every = [
-        ClusterChoice(prefill=num_prefill, decode=num_decode, tp=tp, policy=policy)
-        for tp in ranks
-        for num_prefill in range(gpus // tp)
-        for num_decode in range(1, gpus // tp - num_prefill + 1)
-        for policy in policies
-    ]
-    if not every:
+    if gpus < min(ranks):
         raise Misconfigured(
             f"cluster.max_gpus = {gpus}: a worker needs cluster.tp = {min(ranks)}: give as many or more",
             param="cluster.max_gpus",
         )
-    return sorted(every, key=lambda choice: (choice.num_gpus, str(choice)))
-
-
-def _check_number(num: int) -> None:
-    if num > MAX_CLUSTERS:
-        raise Misconfigured(
-            f"cluster: {num:,} clusters to compare: give fewer numbers, at most {MAX_CLUSTERS:,} combinations",
-            param="cluster",
-        )
+    for tp in ranks:
+        for num_prefill in range(gpus // tp):
+            for num_decode in range(1, gpus // tp - num_prefill + 1):
+                for policy in policies:
+                    yield ClusterChoice(prefill=num_prefill, decode=num_decode, tp=tp, policy=policy)

@@ -218,12 +218,8 @@ def room_of(spec: Spec, worker: WorkerConfig) -> SessionLimit:
     windows = PageWindows(block_size=spec.layout.block_size, windows=spec.layout.windows)
     longest = spec.scheduler.max_model_len
     blocks = windows.longest(spec.num_pages, spec.scheduler.largest_chunk, most=longest)
-    if blocks < longest and worker.num_blocks is not None:
-        return SessionLimit(num_tokens=blocks, limit="worker.num_blocks", more="raise worker.num_blocks")
     if blocks < longest:
-        more = "give workers more GPUs or memory (cluster.tp, hardware.gpu, worker.memory_fraction)"
-        return SessionLimit(num_tokens=blocks, limit="the memory of its GPUs", more=more)
-    if worker.max_model_len is not None:
-        return SessionLimit(num_tokens=longest, limit="worker.max_model_len", more="raise worker.max_model_len")
-    limit = f"worker.max_model_len, of {spec.model}"
-    return SessionLimit(num_tokens=longest, limit=limit, more="choose a hardware.model that was made for more")
+        memory = "memory: cluster.tp, hardware.gpu and worker.memory_fraction"
+        return SessionLimit(num_tokens=blocks, limit=memory if worker.num_blocks is None else "worker.num_blocks")
+    of_model = "" if worker.max_model_len is not None else f", of {spec.model}"
+    return SessionLimit(num_tokens=longest, limit=f"worker.max_model_len{of_model}")

@@ -131,7 +131,7 @@ def _trial(seed: int) -> SoakTrial:
     longest = rng.choice((40, MAX_PROMPT // 5 if many_turns else MAX_PROMPT))
     load = _load(seed, num_requests, rate, (1, longest), (1, rng.choice((4, 40))))
     num_tokens = config.spec.num_blocks * config.spec.layout.block_size
-    room = SessionLimit(num_tokens=num_tokens, limit="worker.num_blocks", more="raise worker.num_blocks")
+    room = SessionLimit(num_tokens=num_tokens, limit="worker.num_blocks")
     made = agents(load, num_systems=2, system_tokens=rng.choice((8, 64))) if name == "agents" else GENERATED[name](load)
     sessions = [_hurried(session) for session in made]
     sessions, _ = fitting(sessions, room)

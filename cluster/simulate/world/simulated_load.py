@@ -325,11 +325,10 @@ def generated_at_rate(name: str, load: GeneratedLoad) -> list[UserSession]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimit:
-    """The tokens of one session that a worker can hold. `limit` names the bound, `more` what would raise it."""
+    """The tokens of one session that a worker can hold. `limit` names the settings that bound it."""
 
     num_tokens: int
     limit: str
-    more: str
 
     def left_out(self, sessions: Sequence[UserSession]) -> str:
         longest = max(session.num_tokens for session in sessions)
@@ -347,7 +346,7 @@ def fitting(sessions: Sequence[UserSession], room: SessionLimit) -> tuple[list[U
         raise Misconfigured(
             f"every session is longer (the shortest: {shortest:,} tokens, prompts and answers) than the "
             f"{room.num_tokens:,} tokens that a worker holds ({room.limit}): lower workload.input_len, "
-            f"output_len or trace_scale, or {room.more}",
+            "output_len or trace_scale, or raise the limit",
             param="workload.input_len",
         )
     return kept, [session for session in sessions if session.num_tokens > room.num_tokens]

@@ -131,7 +131,7 @@ def test_a_cluster_that_holds_none_of_the_sessions_is_left_out_of_a_sweep() -> N
     assert "1 colocated tp4" in result.stdout
     assert "tp2" not in result.stdout
     told = " ".join(result.stderr.split())
-    why = r"every session is longer .*60,005 tokens.* \(the memory of its GPUs\): .*cluster.tp"
+    why = r"every session is longer .*60,005 tokens.* \(memory: cluster.tp"
     assert re.search(rf"left out: {why}.* \(1 colocated tp2 slo\)", told)
 
 

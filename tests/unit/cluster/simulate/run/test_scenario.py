@@ -145,7 +145,7 @@ def test_a_fix_that_is_named_is_one() -> None:
         ((), "worker.max_model_len, of llama-3-8b"),
         (("settings.worker.max_model_len=135000",), "(worker.max_model_len)"),
         (("settings.worker.num_blocks=10",), "(worker.num_blocks)"),
-        (("hardware.model=llama-3-70b", "cluster.tp=2"), "(the memory of its GPUs)"),
+        (("hardware.model=llama-3-70b", "cluster.tp=2"), "(memory: cluster.tp, "),
     ],
 )
 def test_what_limits_the_length_of_sessions_is_named(changes: tuple[str, ...], limit: str) -> None:

@@ -138,7 +138,7 @@ def test_a_trace_with_a_gap_of_months_is_refused(tmp_path: Path) -> None:
 
 
 def room(num_tokens: int) -> SessionLimit:
-    return SessionLimit(num_tokens=num_tokens, limit="memory", more="give workers more")
+    return SessionLimit(num_tokens=num_tokens, limit="memory")
 
 
 def test_what_no_worker_can_hold_is_left_out_and_counted() -> None:
