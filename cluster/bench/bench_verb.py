@@ -20,15 +20,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.text import Text
 
-from cluster.bench.client import CompletionClient, Dialect
-from cluster.bench.measured_on import find_hardware, find_versions
-from cluster.bench.http import HttpEndpoint
-from cluster.bench.load import LoadProgress, run_load
-from cluster.bench.step_trace import Mark, profiling
-from cluster.bench.prompts import Prompts
-from cluster.bench.bench_report import Objective, Report, RequestRecord, make_report
-from cluster.bench.result_files import check_files, write_json
-from cluster.bench.report_table import report_table
 from cluster.bench.bench_load import (
     Lengths,
     WorkloadItem,
@@ -38,6 +29,15 @@ from cluster.bench.bench_load import (
     with_poisson_arrivals,
     without_arrivals,
 )
+from cluster.bench.bench_report import Objective, Report, RequestRecord, make_report
+from cluster.bench.client import CompletionClient, Dialect
+from cluster.bench.http import HttpEndpoint
+from cluster.bench.load import LoadProgress, run_load
+from cluster.bench.measured_on import find_hardware, find_versions
+from cluster.bench.prompts import Prompts
+from cluster.bench.report_table import report_table
+from cluster.bench.result_files import check_files, write_json
+from cluster.bench.step_trace import Mark, profiling
 from cluster.cli import options
 from cluster.cli.admin_client import DEFAULT_URL, GatewayUrl, ServedModel, find_model, get_json, open_client
 from protos.errors import BatonError, Misconfigured

@@ -7,13 +7,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.bench_report import Objective
 from cluster.bench.bench_load import Lengths
+from cluster.bench.bench_report import Objective
 from cluster.config.cluster_config import ClusterConfig, PoolsConfig
 from cluster.config.settings import merge, read_file
 from cluster.simulate.latency.gpus_and_models import gpu_of
 from cluster.simulate.results.summary import Summary, summarise
 from cluster.simulate.run.choices import ClusterChoice
+from cluster.simulate.run.offered import offered, work_of_sessions
+from cluster.simulate.run.run_progress import warn
+from cluster.simulate.run.scenario import Scenario, WorkloadTable
+from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.run.simulation_config import (
     SimulationConfig,
     gateways_text,
@@ -22,10 +26,6 @@ from cluster.simulate.run.simulation_config import (
     settings_of,
     without_effect,
 )
-from cluster.simulate.run.offered import offered, work_of_sessions
-from cluster.simulate.run.run_progress import warn
-from cluster.simulate.run.scenario import Scenario, WorkloadTable
-from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.world.faults import Fault, drawn
 from cluster.simulate.world.simulated_lanes import Cards
 from cluster.simulate.world.simulated_load import (

@@ -24,11 +24,11 @@ from cluster.simulate.results.summary import Summary, figures
 from cluster.simulate.results.sweep import SweepTrial, cheapest, front, sweep_table, verdict
 from cluster.simulate.results.targets import PercentileTarget
 from cluster.simulate.run.choices import ClusterChoice
-from cluster.simulate.run.simulation_config import SimulationConfig
 from cluster.simulate.run.fault_injector import check
 from cluster.simulate.run.run_progress import ProgressWatch, bars, warn
 from cluster.simulate.run.simulation import SimulationOutcome, Steer
 from cluster.simulate.run.simulation import simulate as run_simulation
+from cluster.simulate.run.simulation_config import SimulationConfig
 from cluster.simulate.world.simulated_load import SessionLimit, UserSession, fitting
 from protos.errors import Misconfigured
 from protos.hints import counted

@@ -12,11 +12,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from cluster.bench.prompts import Prompts
 from cluster.bench.bench_report import RequestRecord
+from cluster.bench.prompts import Prompts
 from cluster.simulate.node.device import WEIGHT, weighed
-from cluster.simulate.run.simulation_config import VOCAB_SIZE
 from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
+from cluster.simulate.run.simulation_config import VOCAB_SIZE
 from cluster.simulate.world.event_log import SimulationLog
 from cluster.simulate.world.simulated_load import SessionTurn, UserSession
 from kvtransfer.hashing import Remembering, chain_hashes

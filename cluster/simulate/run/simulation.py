@@ -10,11 +10,11 @@ from typing import Any
 
 from cluster.bench.bench_report import Percentiles, RequestRecord
 from cluster.simulate.run.clients import Clients, Failure
-from cluster.simulate.run.simulation_config import SimulationConfig
 from cluster.simulate.run.deployment import SimulatedDeployment, WorkerLife
 from cluster.simulate.run.fault_injector import Happened, Trouble, check
 from cluster.simulate.run.invariants import Invariants
 from cluster.simulate.run.run_progress import Look
+from cluster.simulate.run.simulation_config import SimulationConfig
 from cluster.simulate.run.utilisation import SimulationTimeline, TimelineSample
 from cluster.simulate.world.clock import VirtualLoop, run_virtually
 from cluster.simulate.world.event_log import SimulationLog

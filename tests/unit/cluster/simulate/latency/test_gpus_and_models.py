@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from cluster.simulate.latency.step_work import step_of
 from cluster.simulate.latency.gpus_and_models import gpu_of, model_of, read_model
 from cluster.simulate.latency.roofline import Roofline
 from cluster.simulate.latency.shapes import FP8_BLOCK, GPUS, MODELS
+from cluster.simulate.latency.step_work import step_of
 from cluster.simulate.run.simulation_config import hardware_spec, read_settings
 from cluster.simulate.world.simulated_lanes import Cards
 from protos.errors import Misconfigured, UnsupportedModel
