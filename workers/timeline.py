@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Final, TypedDict, Unpack
 
 from protos.values import KVPiece, Span
 from workers.batch import Batch
@@ -25,7 +25,16 @@ MAX_SPANS = 32_768
 """Spans kept: at about eight per step the last 4,000 steps, in 4 MB."""
 
 _UNSEEN: Final = nullcontext()
-_NO_FIGURES = (0, 0, 0)
+
+
+class SpanFigures(TypedDict, total=False):
+    step: int
+    num_rows: int
+    num_tokens: int
+    num_read: int
+    num_attended: int
+    depth: int  # steps in flight
+    kv: KVPiece | None
 
 
 class Timeline:
@@ -37,7 +46,7 @@ class Timeline:
         self._spans: deque[Span] | None = None
         self._num_added = 0
         self._lock = threading.Lock()
-        self._figures: tuple[Batch | None, tuple[int, int, int]] = (None, _NO_FIGURES)
+        self._figures: tuple[Batch | None, SpanFigures] = (None, SpanFigures())
 
     @property
     def recording(self) -> bool:
@@ -59,91 +68,42 @@ class Timeline:
         return taken
 
     def span(
-        self,
-        name: str,
-        batch: Batch | None = None,
-        *,
-        step: int = 0,
-        num_rows: int = 0,
-        depth: int = 0,
-        kv: KVPiece | None = None,
+        self, name: str, batch: Batch | None = None, **figures: Unpack[SpanFigures]
     ) -> AbstractContextManager[object]:
-        """A context manager that records a span. `depth` counts steps in flight; rows and tokens are those of the
-        batch, if there is one."""
-        if self._spans is None:
-            return _UNSEEN
-        return _Open(self, name, batch, step, num_rows, depth, kv)
+        """A context manager that records a span. Rows and tokens are those of the batch, if there is one."""
+        return _UNSEEN if self._spans is None else self._open(name, batch, figures)
+
+    @contextmanager
+    def _open(self, name: str, batch: Batch | None, figures: SpanFigures) -> Iterator[None]:
+        start_s = self.now()
+        try:
+            yield
+        finally:
+            self.add(name, start_s, self.now(), batch, **figures)
 
     def add(
-        self,
-        name: str,
-        start_s: float,
-        end_s: float,
-        batch: Batch | None = None,
-        *,
-        step: int = 0,
-        num_rows: int = 0,
-        depth: int = 0,
-        kv: KVPiece | None = None,
+        self, name: str, start_s: float, end_s: float, batch: Batch | None = None, **figures: Unpack[SpanFigures]
     ) -> None:
         """Records a span whose times are known."""
         if self._spans is None:
             return
-        num_tokens, num_read, num_attended = self._figures_of(batch)
-        span = Span(
-            name=name,
-            start_s=start_s,
-            duration_s=end_s - start_s,
-            step=step,
-            num_rows=len(batch.rows) if batch is not None else num_rows,
-            num_tokens=num_tokens,
-            num_read=num_read,
-            num_attended=num_attended,
-            depth=depth,
-            kv=kv,
-        )
+        if batch is not None:
+            figures |= self._figures_of(batch)
+        span = Span(name=name, start_s=start_s, duration_s=end_s - start_s, **figures)
         with self._lock:
             if self._spans is not None:
                 self._spans.append(span)
                 self._num_added += 1
 
-    def _figures_of(self, batch: Batch | None) -> tuple[int, int, int]:
+    def _figures_of(self, batch: Batch) -> SpanFigures:
         """Cached for the batch's other spans: counting a large batch for each would lengthen the step."""
-        if batch is None:
-            return _NO_FIGURES
-        known, figures = self._figures
-        if known is not batch:
-            figures = (batch.num_tokens, batch.num_read, batch.num_attended)
+        counted, figures = self._figures
+        if counted is not batch:
+            figures = SpanFigures(
+                num_rows=len(batch.rows),
+                num_tokens=batch.num_tokens,
+                num_read=batch.num_read,
+                num_attended=batch.num_attended,
+            )
             self._figures = (batch, figures)
         return figures
-
-
-class _Open:
-    def __init__(
-        self,
-        timeline: Timeline,
-        name: str,
-        batch: Batch | None,
-        step: int,
-        num_rows: int,
-        depth: int,
-        kv: KVPiece | None,
-    ) -> None:
-        self._timeline = timeline
-        self._name = name
-        self._batch = batch
-        self._step = step
-        self._num_rows = num_rows
-        self._depth = depth
-        self._kv = kv
-        self._start_s = 0.0
-
-    def __enter__(self) -> None:
-        self._start_s = self._timeline.now()
-
-    def __exit__(self, *raised: object) -> None:
-        timeline = self._timeline
-        timeline.add(
-            self._name, self._start_s, timeline.now(), self._batch,
-            step=self._step, num_rows=self._num_rows, depth=self._depth, kv=self._kv,
-        )  # fmt: skip
