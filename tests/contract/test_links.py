@@ -22,7 +22,7 @@ import torch
 from kvtransfer.lane_config import LaneConfig, Preference
 from kvtransfer.transports.links.choice import TransportRefused, open_links
 from kvtransfer.transports.links.host_staged import HostStaged, why_no_nccl
-from kvtransfer.transports.links.links import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
+from kvtransfer.transports.links.links import HEADER_TAG, PAYLOAD_TAG, LaneRank, Links, Meeting
 from kvtransfer.transports.links.shm import LinkBroken, Ring, ShmListener, connect, prove
 from kvtransfer.transports.links.staging_memory import Staging
 from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousServer, RendezvousStore
@@ -68,9 +68,7 @@ class Lane:
             store := RendezvousStore("127.0.0.1", self.server.port, "lane/", key=self.server.key, wait_s=CONFIG.stall_s)
         )
         sends = rank in self.sources
-        return Meeting(
-            store=store,
-            epoch=0,
+        at = LaneRank(
             rank=rank,
             size=self.size,
             peer_ranks=self.destinations if sends else self.sources,
@@ -79,6 +77,7 @@ class Lane:
             device="cpu",
             config=replace(CONFIG, transport=preference),
         )
+        return Meeting(at=at, store=store, epoch=0)
 
 
 Opens = Callable[[int, int], Lane]

@@ -27,6 +27,7 @@ from kvtransfer.transports.collective.lane import Lane, end_all
 from kvtransfer.transports.collective.lane_wire import LaneWire, PayloadCorrupted, Rendezvous
 from kvtransfer.transports.collective.receiving import Inbox, IncomingPayload
 from kvtransfer.transports.collective.sending import Outbox, QueuedPayload
+from kvtransfer.transports.links.links import LaneRank
 from kvtransfer.transports.links.nccl import keep_no_watchdog
 from kvtransfer.transports.links.staging_memory import Staging
 from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousServer
@@ -103,6 +104,13 @@ class _LanesEnd(Generic[Event, Parcels]):
             self._changed.notify_all()
         end_all(ending)
 
+    def _lane_rank(self, rank: int, size: int, peer_ranks: tuple[int, ...], *, sends: bool) -> LaneRank:
+        device, config = self._transport.device, self._transport.config
+        return LaneRank(
+            rank=rank, size=size, peer_ranks=peer_ranks, sends=sends, bind_host=self._bind_host, device=device,
+            config=config,
+        )  # fmt: skip
+
     def _make_lane(self, peer: str, meeting: Rendezvous, wait_s: float) -> Lane:
         lane = Lane(peer, meeting, self._counters, self._transport.config, wait_s=wait_s)
         self._threads = [*(other for other in self._threads if not other.ended()), lane]
@@ -158,18 +166,9 @@ class CollectiveSender(_LanesEnd[Sent | LaneLost, Outbox]):
                 return self._lanes[peer]
             transport, config, source_tp = self._transport, self._transport.config, self._layout.tp
             slices = outgoing(self._layout, ticket.layout, transport.rank)
-            meeting = Rendezvous(
-                self.address,
-                ticket.destination,
-                rank=transport.rank,
-                size=source_tp + ticket.layout.tp,
-                peer_ranks=[source_tp + part.destination for part in slices],
-                sends=True,
-                bind_host=self._bind_host,
-                device=transport.device,
-                config=config,
-            )
-            lane = self._make_lane(peer, meeting, config.stall_s)
+            peer_ranks = tuple(source_tp + part.destination for part in slices)
+            at = self._lane_rank(transport.rank, source_tp + ticket.layout.tp, peer_ranks, sends=True)
+            lane = self._make_lane(peer, Rendezvous(self.address, ticket.destination, at), config.stall_s)
             self._lanes[peer] = outbox = Outbox(
                 lane, slices, source_tp=source_tp, changed=self._changed, staging=self._staging, config=config
             )
@@ -284,18 +283,9 @@ class CollectiveReceiver(_LanesEnd[Arrived | LaneLost, Inbox]):
     def _open(self, source: LaneAddress, source_layout: KVLayout) -> Inbox:
         transport, config = self._transport, self._transport.config
         slices = incoming(source_layout, self._layout, transport.rank)
-        meeting = Rendezvous(
-            source,
-            self.address,
-            rank=source_layout.tp + transport.rank,
-            size=source_layout.tp + self._layout.tp,
-            peer_ranks=[part.source for part in slices],
-            sends=False,
-            bind_host=self._bind_host,
-            device=transport.device,
-            config=config,
-        )
-        lane = self._make_lane(peer_name(source), meeting, config.connect_timeout_s)
+        rank, size = source_layout.tp + transport.rank, source_layout.tp + self._layout.tp
+        at = self._lane_rank(rank, size, tuple(part.source for part in slices), sends=False)
+        lane = self._make_lane(peer_name(source), Rendezvous(source, self.address, at), config.connect_timeout_s)
         inbox = Inbox(
             lane,
             slices,

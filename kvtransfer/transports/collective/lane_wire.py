@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from kvtransfer.lane_config import LaneConfig
 from kvtransfer.transport import MAX_TICKET_ID_BYTES, Chunk, peer_name
 from kvtransfer.transports.links.choice import open_links
-from kvtransfer.transports.links.links import HEADER_TAG, PAYLOAD_TAG, Links, Meeting
+from kvtransfer.transports.links.links import HEADER_TAG, PAYLOAD_TAG, LaneRank, Links, Meeting
 from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousStore
 from protos.values import LaneAddress
 
@@ -145,20 +144,17 @@ class LaneWire:
     One thread sends; each peer is received from by a thread of its own; `abort` may be called from any.
     """
 
-    def __init__(
-        self, links: Links, store: RendezvousStore, *, peer_ranks: Sequence[int], device: str, config: LaneConfig
-    ) -> None:
+    def __init__(self, links: Links, store: RendezvousStore, at: LaneRank) -> None:
         self.transport = links.transport
         self.why = links.why
         self._links = links
         self._control = links.control
         self._payloads = links.payloads
         self._store = store  # the groups hold only torch's half of it
-        self._peer_ranks = peer_ranks
-        self._stall = timedelta(seconds=config.stall_s)
-        self._config = config
-        on_gpu = torch.device(device).type == "cuda"
-        self._streams = {rank: _cuda.Stream(device) for rank in peer_ranks} if on_gpu else {}
+        self._peer_ranks = at.peer_ranks
+        self._stall = timedelta(seconds=at.config.stall_s)
+        self._config = at.config
+        self._streams = {rank: _cuda.Stream(at.device) for rank in at.peer_ranks} if at.on_gpu else {}
         self._severed = False
 
     def send(self, messages: Sequence[Message], ready: Any = None) -> None:
@@ -227,31 +223,12 @@ class LaneWire:
 
 
 class Rendezvous:
-    """Where all ranks of both workers meet, again and again if need be. `rank`, `size` and `peer_ranks` count over
-    both: first the source's ranks, then the destination's. Peers are those that KV goes to, or comes from."""
+    """Where all ranks of both workers meet, again and again if need be."""
 
-    def __init__(
-        self,
-        source: LaneAddress,
-        destination: LaneAddress,
-        *,
-        rank: int,
-        size: int,
-        peer_ranks: Sequence[int],
-        sends: bool,
-        bind_host: str,
-        device: str,
-        config: LaneConfig,
-    ) -> None:
+    def __init__(self, source: LaneAddress, destination: LaneAddress, at: LaneRank) -> None:
         self._destination = destination
         self._name = f"{peer_name(source)}>{peer_name(destination)}"
-        self._rank = rank
-        self._size = size
-        self._peer_ranks = tuple(peer_ranks)
-        self._sends = sends
-        self._bind_host = bind_host
-        self._device = device
-        self._config = config
+        self._at = at
         self._store: RendezvousStore | None = None
         self._epoch = 0
 
@@ -261,16 +238,16 @@ class Rendezvous:
             self._store = store = self._connect()
             poll_s = 0.001
             self._come()
-            while not store.check([f"{self._epoch}/here/{rank}" for rank in range(self._size)]):
+            while not store.check([f"{self._epoch}/here/{rank}" for rank in range(self._at.size)]):
                 keep_waiting(poll_s)
                 poll_s = min(2 * poll_s, _LONGEST_POLL_S)
                 self._require_all()
                 if self.moved_on():
                     self._come()
             store.look = self._require_unmoved
-            wire = self._wire(store)
+            links = open_links(Meeting(at=self._at, store=store, epoch=self._epoch))
             store.look = None
-            return wire
+            return LaneWire(links, store, self._at)
         except (OSError, RuntimeError) as error:
             raise _broken("no lane could be opened", error) from error
 
@@ -303,35 +280,19 @@ class Rendezvous:
 
     def _connect(self) -> RendezvousStore:
         at = self._destination
-        return RendezvousStore(at.host, at.port, f"{self._name}/", key=at.key.encode(), wait_s=self._config.stall_s)
+        return RendezvousStore(at.host, at.port, f"{self._name}/", key=at.key.encode(), wait_s=self._at.config.stall_s)
 
     def _come(self) -> None:
         assert self._store is not None
         self._epoch = self._read_epoch(self._store)
-        self._store.set_on_disconnect(f"{self._epoch}/gone", f"rank {self._rank} of {self._size}")
-        self._store.set(f"{self._epoch}/here/{self._rank}", "1")
+        self._store.set_on_disconnect(f"{self._epoch}/gone", f"rank {self._at.rank} of {self._at.size}")
+        self._store.set(f"{self._epoch}/here/{self._at.rank}", "1")
 
     def _read_epoch(self, store: RendezvousStore) -> int:
         try:
             return store.add("epoch", 0)
         except OSError as error:
             raise _broken("the destination's rendezvous server is gone", error) from error
-
-    def _wire(self, store: RendezvousStore) -> LaneWire:
-        links = open_links(
-            Meeting(
-                store=store,
-                epoch=self._epoch,
-                rank=self._rank,
-                size=self._size,
-                peer_ranks=self._peer_ranks,
-                sends=self._sends,
-                bind_host=self._bind_host,
-                device=self._device,
-                config=self._config,
-            )
-        )
-        return LaneWire(links, store, peer_ranks=self._peer_ranks, device=self._device, config=self._config)
 
 
 def _broken(what: str, error: Exception) -> WireBroken:

@@ -58,7 +58,7 @@ def open_links(meeting: Meeting) -> Links:
     links: dict[int, ShmLink] = {}
     why_not = _why_not_even_try(meeting)
     try:
-        links = _send_side(meeting, why_not) if meeting.sends else _receive_side(meeting, why_not)
+        links = _send_side(meeting, why_not) if meeting.at.sends else _receive_side(meeting, why_not)
     except LinkBroken as error:
         why_not = why_not or str(error)
     try:
@@ -67,7 +67,7 @@ def open_links(meeting: Meeting) -> Links:
         close_all(links.values())
         raise
     if not reasons:
-        transport = "cuda-ipc" if meeting.on_gpu else "shm"
+        transport = "cuda-ipc" if meeting.at.on_gpu else "shm"
         group = ShmGroup(links, header_tag=HEADER_TAG)
         return Links(
             control=group,
@@ -84,7 +84,7 @@ def open_links(meeting: Meeting) -> Links:
 
 
 def _why_not_even_try(meeting: Meeting) -> str:
-    if meeting.config.transport == "collective":
+    if meeting.at.config.transport == "collective":
         return "a worker's transport is set to collective"
     return "" if sys.platform == "linux" else f"{sys.platform} has no memfd"
 
@@ -92,15 +92,15 @@ def _why_not_even_try(meeting: Meeting) -> str:
 def _receive_side(meeting: Meeting, why_not: str) -> dict[int, ShmLink]:
     store, epoch = meeting.store, meeting.epoch
     if why_not:
-        store.set(f"{epoch}/door/{meeting.rank}", _SHUT + why_not.encode())
+        store.set(f"{epoch}/door/{meeting.at.rank}", _SHUT + why_not.encode())
         return {}
-    listener = ShmListener(meeting.device, min(MAX_SLOT_BYTES, meeting.config.message_bytes))
+    listener = ShmListener(meeting.at.device, min(MAX_SLOT_BYTES, meeting.at.config.message_bytes))
     try:
-        store.set(f"{epoch}/door/{meeting.rank}", _OPEN + listener.notice)
-        for source in meeting.peer_ranks:
-            if (came := store.get(f"{epoch}/came/{source}/{meeting.rank}")) != _YES:
+        store.set(f"{epoch}/door/{meeting.at.rank}", _OPEN + listener.notice)
+        for source in meeting.at.peer_ranks:
+            if (came := store.get(f"{epoch}/came/{source}/{meeting.at.rank}")) != _YES:
                 raise LinkBroken(came.decode())
-        return listener.accept(meeting.peer_ranks, meeting.config.stall_s)
+        return listener.accept(meeting.at.peer_ranks, meeting.at.config.stall_s)
     finally:
         listener.close()
 
@@ -111,20 +111,20 @@ def _send_side(meeting: Meeting, why_not: str) -> dict[int, ShmLink]:
     connections = {}
     links: dict[int, ShmLink] = {}
     try:
-        for rank in meeting.peer_ranks:
+        for rank in meeting.at.peer_ranks:
             notice = store.get(f"{epoch}/door/{rank}")
             reason = why_not or ("" if notice.startswith(_OPEN) else notice.removeprefix(_SHUT).decode())
             if not reason:
                 try:
-                    connections[rank] = connect(notice.removeprefix(_OPEN), meeting.rank)
+                    connections[rank] = connect(notice.removeprefix(_OPEN), meeting.at.rank)
                 except OSError as error:
                     reason = f"no memory in common: {error.strerror or error}"
-            store.set(f"{epoch}/came/{meeting.rank}/{rank}", reason.encode() or _YES)
+            store.set(f"{epoch}/came/{meeting.at.rank}/{rank}", reason.encode() or _YES)
             why_not = why_not or reason
         if why_not:
             raise LinkBroken(why_not)
-        for rank in meeting.peer_ranks:
-            links[rank] = prove(connections.pop(rank), meeting.config.stall_s, meeting.device)
+        for rank in meeting.at.peer_ranks:
+            links[rank] = prove(connections.pop(rank), meeting.at.config.stall_s, meeting.at.device)
     except BaseException:
         close_all(links.values())
         raise
@@ -136,6 +136,7 @@ def _send_side(meeting: Meeting, why_not: str) -> dict[int, ShmLink]:
 def _verdicts(meeting: Meeting, why_not: str) -> tuple[list[str], bool]:
     """Why not, from every rank that has a reason, and whether anybody takes shared memory or nothing."""
     store, epoch = meeting.store, meeting.epoch
-    store.set(f"{epoch}/verdict/{meeting.rank}", _Verdict(preference=meeting.config.transport, why_not=why_not).pack())
-    verdicts = [_Verdict.unpack(store.get(f"{epoch}/verdict/{rank}")) for rank in range(meeting.size)]
+    verdict = _Verdict(preference=meeting.at.config.transport, why_not=why_not)
+    store.set(f"{epoch}/verdict/{meeting.at.rank}", verdict.pack())
+    verdicts = [_Verdict.unpack(store.get(f"{epoch}/verdict/{rank}")) for rank in range(meeting.at.size)]
     return [v.why_not for v in verdicts if v.why_not], any(v.preference == "shm" for v in verdicts)

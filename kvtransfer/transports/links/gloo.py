@@ -25,30 +25,27 @@ _backends: Any = distributed
 
 def open_collective(meeting: Meeting, why: str = "") -> Links:
     """Raises RuntimeError or OSError when the groups do not come about."""
-    config = meeting.config
+    config = meeting.at.config
     options = _backends.ProcessGroupGloo._Options()
-    options._devices = [_backends.ProcessGroupGloo.create_device(hostname=meeting.bind_host)]
+    options._devices = [_backends.ProcessGroupGloo.create_device(hostname=meeting.at.bind_host)]
     options._timeout = timedelta(seconds=config.stall_s)
     options._threads = 1
     store = PrefixStore(f"{meeting.epoch}/gloo", meeting.store)
-    control = _backends.ProcessGroupGloo(store, meeting.rank, meeting.size, options)
+    control = _backends.ProcessGroupGloo(store, meeting.at.rank, meeting.at.size, options)
     payloads: Any = control
     nccl: NcclGroup | None = None
-    if meeting.on_gpu and (refused := _why_no_nccl(meeting)):
+    if meeting.at.on_gpu and (refused := _why_no_nccl(meeting)):
         payloads = HostStaged(control, Staging(device="cpu", max_bytes=config.max_staged_bytes, pinned=True))
         why = f"through host memory, for {refused}; {why}" if why else f"through host memory, for {refused}"
-    elif meeting.on_gpu:
-        payloads = nccl = open_nccl(
-            meeting.store, meeting.epoch, meeting.rank, meeting.size,
-            peer_ranks=meeting.peer_ranks, sends=meeting.sends, device=meeting.device, timeout=options._timeout,
-        )  # fmt: skip
+    elif meeting.at.on_gpu:
+        payloads = nccl = open_nccl(meeting, options._timeout)
 
     def abort() -> None:
         """gloo has no abort, but an operation that times out closes its context's connections, which ends every wait on
         them at both ends."""
         if nccl is not None:
             nccl.abort()
-        for rank in meeting.peer_ranks:
+        for rank in meeting.at.peer_ranks:
             with contextlib.suppress(RuntimeError):  # an intended end, or it was broken before
                 never = control.recv([torch.empty(1, dtype=torch.uint8)], rank, _SEVER_TAG)
                 never.wait(timedelta(milliseconds=1))
@@ -67,8 +64,8 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
 def _why_no_nccl(meeting: Meeting) -> str:
     """All ranks read the verdicts of all ranks, and so decide alike."""
     store, epoch = meeting.store, meeting.epoch
-    store.set(f"{epoch}/card/{meeting.rank}", nccl_card(meeting.device))
-    return why_no_nccl([store.get(f"{epoch}/card/{rank}").decode() for rank in range(meeting.size)])
+    store.set(f"{epoch}/card/{meeting.at.rank}", nccl_card(meeting.at.device))
+    return why_no_nccl([store.get(f"{epoch}/card/{rank}").decode() for rank in range(meeting.at.size)])
 
 
 def _by_itself() -> None:

@@ -8,13 +8,15 @@ All parts of a payload are queued before the first is sent: the GPU copies one w
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed
 
+from kvtransfer.transports.links.links import LinkWork
 from kvtransfer.transports.links.staging_memory import Staging
 
 _cuda: Any = torch.cuda
@@ -46,7 +48,7 @@ class HostStaged:
         self._group = group
         self._host = host
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> HostStagedWork:
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> LinkWork:
         (part_B,) = tensors
         staged_B = self._host.take(part_B.numel())
         staged_B.copy_(part_B, non_blocking=True)
@@ -56,9 +58,9 @@ class HostStaged:
             _wait(copied)
             self._group.send([staged_B], rank, tag).wait(timeout)
 
-        return HostStagedWork(self._host, staged_B, finish)
+        return LinkWork(partial(self._finished, staged_B, finish))
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> HostStagedWork:
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> LinkWork:
         (part_B,) = tensors
         staged_B = self._host.take(part_B.numel())
         coming = self._group.recv([staged_B], rank, tag)
@@ -68,22 +70,15 @@ class HostStaged:
             part_B.copy_(staged_B, non_blocking=True)
             _wait(_mark(part_B))
 
-        return HostStagedWork(self._host, staged_B, finish)
+        return LinkWork(partial(self._finished, staged_B, finish))
 
-
-class HostStagedWork:
-    def __init__(self, host: Staging, staged_B: torch.Tensor, finish: Any) -> None:
-        self._host = host
-        self._staged_B = staged_B
-        self._finish = finish
-
-    def wait(self, timeout: timedelta) -> None:
+    def _finished(self, staged_B: torch.Tensor, finish: Callable[[timedelta], None], timeout_s: float) -> None:
         try:
-            self._finish(timeout)
+            finish(timedelta(seconds=timeout_s))
         except BaseException:
-            self._host.discard(self._staged_B)  # the network may still read it, or write into it
+            self._host.discard(staged_B)  # the network may still read it, or write into it
             raise
-        self._host.give(self._staged_B)
+        self._host.give(staged_B)
 
 
 def _mark(part_B: torch.Tensor) -> Any:

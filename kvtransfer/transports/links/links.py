@@ -17,12 +17,10 @@ PAYLOAD_TAG = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """All ranks of a lane are here, at `store`. This one is `rank` of `size`: it `sends` KV to its `peer_ranks`, or it
-    receives KV from them."""
+class LaneRank:
+    """A rank of a lane. `rank`, `size` and `peer_ranks` count over both workers: first the source's ranks, then the
+    destination's. The rank `sends` KV to its peers, or it receives KV from them."""
 
-    store: RendezvousStore
-    epoch: int
     rank: int
     size: int
     peer_ranks: tuple[int, ...]
@@ -34,6 +32,25 @@ class Meeting:
     @property
     def on_gpu(self) -> bool:
         return torch.device(self.device).type == "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """All ranks of a lane are here, at `store`."""
+
+    at: LaneRank
+    store: RendezvousStore
+    epoch: int
+
+
+class LinkWork:
+    """A process group's work: `wait` returns when the bytes have come, or have left. Raises RuntimeError."""
+
+    def __init__(self, do: Callable[[float], None]) -> None:
+        self._do = do
+
+    def wait(self, timeout: timedelta) -> None:
+        self._do(timeout.total_seconds())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 
+from kvtransfer.transports.links.links import LinkWork, Meeting
 from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousStore
 
 _POLL_S = 0.0002
@@ -40,20 +42,18 @@ def keep_no_watchdog() -> None:
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
 
 
-def open_nccl(
-    store: RendezvousStore, epoch: int, rank: int, size: int, *, peer_ranks: Sequence[int], sends: bool, device: str,
-    timeout: timedelta,
-) -> NcclGroup:  # fmt: skip
+def open_nccl(meeting: Meeting, timeout: timedelta) -> NcclGroup:
     """All ranks of the lane call it at the same time. Each has greeted its peers when it returns: NCCL makes a
     communicator for two ranks with the first thing that goes from one to the other. Raises RuntimeError or OSError."""
     options = _backends.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    made = _backends.ProcessGroupNCCL(PrefixStore(f"{epoch}/nccl", store), rank, size, options)
+    at, store, epoch = meeting.at, meeting.store, meeting.epoch
+    made = _backends.ProcessGroupNCCL(PrefixStore(f"{epoch}/nccl", store), at.rank, at.size, options)
     group = NcclGroup(made, lambda: require_here(store, epoch))
-    greeting_B = torch.zeros(1, dtype=torch.uint8, device=device)
+    greeting_B = torch.zeros(1, dtype=torch.uint8, device=at.device)
     try:
-        for peer in peer_ranks:
-            (group.send if sends else group.recv)([greeting_B], peer, _GREETING_TAG).wait(timeout)
+        for peer in at.peer_ranks:
+            (group.send if at.sends else group.recv)([greeting_B], peer, _GREETING_TAG).wait(timeout)
     except BaseException:
         group.close()
         raise
@@ -82,13 +82,15 @@ class NcclGroup:
         self._severed = threading.Event()
         self.look = look
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> NcclWork:
-        self.require_whole()
-        return NcclWork(self, self._group.send(tensors, rank, tag))
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> LinkWork:
+        return self._begin(self._group.send, tensors, rank, tag)
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> NcclWork:
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> LinkWork:
+        return self._begin(self._group.recv, tensors, rank, tag)
+
+    def _begin(self, operation: Callable[..., Any], *arguments: object) -> LinkWork:
         self.require_whole()
-        return NcclWork(self, self._group.recv(tensors, rank, tag))
+        return LinkWork(partial(self._wait, operation(*arguments)))
 
     def require_whole(self) -> None:
         if self._severed.is_set():
@@ -102,25 +104,17 @@ class NcclGroup:
         self.abort()
         self._group.abort()
 
-
-class NcclWork:
-    """`wait` returns when the bytes have come, or have left; raises RuntimeError where they never will."""
-
-    def __init__(self, group: NcclGroup, work: Any) -> None:
-        self._group = group
-        self._work = work
-
-    def wait(self, timeout: timedelta) -> None:
+    def _wait(self, work: Any, timeout_s: float) -> None:
         now = time.monotonic()
-        deadline_s, next_look_s = now + timeout.total_seconds(), now + _LOOK_S
-        while not self._work.is_completed():
-            self._group.require_whole()
+        deadline_s, next_look_s = now + timeout_s, now + _LOOK_S
+        while not work.is_completed():
+            self.require_whole()
             now = time.monotonic()
             if now > deadline_s:
-                raise RuntimeError(f"the transfer did not end within {timeout.total_seconds():g} s")
+                raise RuntimeError(f"the transfer did not end within {timeout_s:g} s")
             if now > next_look_s:
-                self._group.look()
+                self.look()
                 next_look_s = time.monotonic() + _LOOK_S
             time.sleep(_POLL_S)
-        self._group.require_whole()
-        self._work.wait()  # over, also with an error: this raises it
+        self.require_whole()
+        work.wait()  # over, also with an error: this raises it

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from kvtransfer.transports.links import device_memory
+from kvtransfer.transports.links.links import LinkWork
 
 NUM_SLOTS = 4
 MAX_SLOT_BYTES = 4 * 2**20  # smaller ones wait for each other more often: 1 MiB moved 6 GB/s where these moved 9
@@ -207,17 +208,17 @@ class ShmGroup:
         self._links = links
         self._header_tag = header_tag
 
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> ShmWork:
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> LinkWork:
         link, (part_B,) = self._links[rank], tensors
         if tag == self._header_tag:
-            return ShmWork(lambda timeout_s: link.write(part_B.numpy().tobytes(), timeout_s))
-        return ShmWork(lambda timeout_s: link.send(part_B, timeout_s))
+            return LinkWork(lambda timeout_s: link.write(part_B.numpy().tobytes(), timeout_s))
+        return LinkWork(lambda timeout_s: link.send(part_B, timeout_s))
 
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> ShmWork:
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> LinkWork:
         link, (part_B,) = self._links[rank], tensors
         if tag == self._header_tag:
-            return ShmWork(lambda timeout_s: _hear_into(link, part_B, timeout_s))
-        return ShmWork(lambda timeout_s: link.receive(part_B, timeout_s))
+            return LinkWork(lambda timeout_s: _hear_into(link, part_B, timeout_s))
+        return LinkWork(lambda timeout_s: link.receive(part_B, timeout_s))
 
     def flush(self, timeout: timedelta) -> None:
         for link in self._links.values():
@@ -231,14 +232,6 @@ class ShmGroup:
     def close(self) -> None:
         self.abort()
         close_all(self._links.values())
-
-
-class ShmWork:
-    def __init__(self, do: Callable[[float], None]) -> None:
-        self._do = do
-
-    def wait(self, timeout: timedelta) -> None:
-        self._do(timeout.total_seconds())
 
 
 def _hear_into(link: ShmLink, header_B: torch.Tensor, timeout_s: float) -> None:
