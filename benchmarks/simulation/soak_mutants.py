@@ -63,8 +63,8 @@ MUTANTS = (
     Mutant(
         name="leak: an aborted answer stays on its worker",
         module="router.dispatch.dispatcher",
-        old="            (worker.release if finished else worker.abort)(request_id)\n",
-        new="            worker.release(request_id)\n",
+        old="            (decode.release if finished and answer is not None else decode.abort)(request_id)\n",
+        new="            (decode.release if prefill is None or finished and answer is not None else decode.abort)(request_id)\n",
     ),
     Mutant(
         name="leak: a line keeps the place of a client that left",
@@ -176,8 +176,8 @@ MUTANTS = (
     Mutant(
         name="off by one: a moving sequence counts a token whose KV is not there",
         module="router.dispatch.migration",
-        old="        known = job_state.token_ids[:-1]  # the last token",
-        new="        known = job_state.token_ids  # the last token",
+        old="                job, stop = job_state.job, job_state.num_tokens - 1  # the last token",
+        new="                job, stop = job_state.job, job_state.num_tokens  # the last token",
     ),
     Mutant(
         name="off by one: a batch has a sequence too many",
@@ -220,8 +220,8 @@ MUTANTS = (
     Mutant(
         name="retries: a handed over answer fails when its first worker lets go",
         module="router.dispatch.dispatcher",
-        old="                        prefill_updates.forward_failures_to(answer)  # until the KV has arrived\n",
-        new='                        answer.fail(TransferFailed("the KV has not come yet")) if attempt.generation % 7 == 1 and len(job_state.job.prompt_ids) % 5 == 0 else None\n',
+        old="                            updates.forward_failures_to(answer)  # until the KV has arrived\n",
+        new='                            answer.fail(TransferFailed("the KV has not come yet")) if attempt.generation % 7 == 1 and len(job_state.job.prompt_ids) % 5 == 0 else None\n',
     ),
     Mutant(
         name="retries: an answer is sent again although its worker goes on",

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
 
 from protos.errors import (
@@ -38,7 +38,7 @@ from protos.errors import (
 from protos.event_loop import loop_time
 from protos.values import FinishReason, ReserveRequest, SequenceUpdate, Ticket
 from router.dispatch.chooser import Chooser, Routing, routing_of
-from router.dispatch.job_state import JobState
+from router.dispatch.job_state import JobState, Reservations
 from router.dispatch.migration import Migrations, MigrationTarget
 from router.dispatch.poison_requests import Life, PoisonRequests
 from router.dispatch.prefix_pull import PrefixPull, PrefixPulls
@@ -121,8 +121,9 @@ class Dispatcher:
         self._config = config
         self._chooser = Chooser(fleet=fleet, policy=policy, routing=routing or routing_of(config))
         self._line = asyncio.Lock()
-        self.moves = Migrations(self._elsewhere, gateway_id=fleet.gateway_id, config=config)
-        self.pulls = PrefixPulls(fleet, lease_s=config.dispatch.ticket_lease_s)
+        self._reserve = Reservations(gateway_id=fleet.gateway_id, lease_s=config.dispatch.ticket_lease_s)
+        self.moves = Migrations(self._elsewhere, self._reserve)
+        self.pulls = PrefixPulls(fleet, self._reserve)
         self._poison = PoisonRequests(
             max_worker_crashes=config.dispatch.max_worker_crashes, patience_s=config.admission.max_queue_s
         )
@@ -142,14 +143,11 @@ class Dispatcher:
                     if await self._poison.turn(job_state.crashes):
                         job_state.blocked_since_s = None
                     attempt = self._decide(job_state)
-                    updates = self._run(job_state, attempt)
-                    try:
+                    async with aclosing(self._run(job_state, attempt)) as updates:
                         async for update in updates:
                             yield (delta := self._note(update, job_state, attempt))
                             if delta.finish_reason is not None:
                                 return
-                    finally:
-                        await updates.aclose()
                     raise Internal(f"{attempt.request_id} ended without a reason on {', '.join(attempt.worker_ids)}")
                 except BatonError as error:
                     await self._recover(error, job_state, attempt)
@@ -216,7 +214,7 @@ class Dispatcher:
         job_state.unread.setdefault(prefill_worker.worker_id, known // (fleet.block_size or 1))
         num_blocks = -(-job_state.num_tokens // (fleet.block_size or 1))
         attempt.decode.route(request_id, 0, num_blocks)
-        self._give(prefill_worker, request_id, job_state.num_tokens - num_cached, num_blocks)
+        fleet.route(prefill_worker, request_id, job_state.num_tokens - num_cached, num_blocks)
         # The index does not expect blocks on the decode worker of a pair yet. Otherwise a request with the same prefix
         # would count as a short remainder there before any KV has arrived, and the wrong pool would compute its prompt.
         hashes = job_state.hashes(attempt.prefill_worker.block_size or 1)
@@ -224,15 +222,6 @@ class Dispatcher:
             attempt.prefill_worker.worker_id, hashes, until=loop_time() + self._config.dispatch.speculative_prefix_ttl_s
         )
         return attempt
-
-    def _give(self, prefill_worker: Member, request_id: str, num_tokens: int, num_blocks: int) -> None:
-        """Adds these tokens to the prefill worker's load from now on."""
-        prefill_worker.route(request_id, num_tokens, num_blocks)
-        if prefill_worker.role is not None:
-            beside = prefill_worker.load.num_running + prefill_worker.load.num_waiting
-            self._fleet.predictor.routed(
-                prefill_worker.worker_id, prefill_worker.role, num_tokens, beside=beside, now=loop_time()
-            )
 
     def _elsewhere(self, job_state: JobState, besides: Member) -> Member:
         """The worker to which a sequence migrates from `besides`. Raises NoWorkers."""
@@ -260,78 +249,57 @@ class Dispatcher:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def _run(self, job_state: JobState, attempt: Attempt) -> AsyncGenerator[SequenceUpdate, None]:
-        """The updates of all workers of the attempt, as one sequence."""
-        if attempt.prefill is None:
-            return self._single_worker(job_state, attempt, attempt.decode)
-        return self._disaggregated(job_state, attempt, attempt.prefill, attempt.decode)
-
-    async def _single_worker(
-        self, job_state: JobState, attempt: Attempt, worker: Member
-    ) -> AsyncGenerator[SequenceUpdate, None]:
-        """One worker computes the prompt and decodes the answer."""
-        request_id = attempt.request_id
-        finished = False
-        try:
-            pull = await self._fetch(job_state, attempt)
-            job_state.read_since_s = loop_time()
-            answer = worker.submit(job_state.request(request_id, pull=pull))
-            job_state.record.note(EventKind.SUBMITTED, loop_time(), worker=worker.worker_id)
-            place = MigrationTarget(worker=worker, request_id=request_id, updates=answer)
-            updates = self.moves.follow(job_state, place, attempt.depends_on)
-            try:
-                async for update in updates:
-                    finished = update.finish_reason is not None
-                    yield update
-            finally:
-                await updates.aclose()
-        finally:
-            (worker.release if finished else worker.abort)(request_id)
-            attempt.end_pull()
-
-    async def _disaggregated(
-        self, job_state: JobState, attempt: Attempt, prefill: Member, decode: Member
-    ) -> AsyncGenerator[SequenceUpdate, None]:
-        """The prefill worker computes the prompt and the first token and pushes the KV; the decode worker computes the
+    async def _run(self, job_state: JobState, attempt: Attempt) -> AsyncGenerator[SequenceUpdate, None]:
+        """The updates of all workers of the attempt, as one sequence. One worker computes the prompt and decodes; or
+        the prefill worker computes the prompt and the first token and pushes the KV, and the decode worker computes the
         rest."""
-        request_id = attempt.request_id
+        request_id, prefill, decode = attempt.request_id, attempt.prefill, attempt.decode
+        ticket: Ticket | None = None
         answer: Updates | None = None
         arrived = finished = False
         try:
-            reservation = self._reservation(job_state, attempt, prefill)
-            ticket = await decode.reserve(reservation)
-            attempt.is_reserved = True
-            with _renewing(reservation, decode, ticket.lease_s) as renewals:
+            with ExitStack() as renewing:
+                if prefill is not None:
+                    reservation = self._reserve(job_state, prefill, request_id, attempt.generation)
+                    ticket = await decode.reserve(reservation)
+                    attempt.is_reserved = True
+                    renewals = renewing.enter_context(LeaseRenewal(reservation, decode, ticket.lease_s))
                 pull = await self._fetch(job_state, attempt)
                 job_state.read_since_s = loop_time()
-                job_state.record.note(
-                    EventKind.RESERVED, loop_time(), worker=decode.worker_id, blocks=ticket.stop - min(ticket.starts)
-                )
-                prefill_updates = prefill.submit(job_state.request(request_id, ticket=ticket, pull=pull))
-                renewals.attach(prefill_updates)
-                job_state.record.note(EventKind.SUBMITTED, loop_time(), worker=prefill.worker_id)
-                async for update in prefill_updates:
-                    if update.finish_reason is FinishReason.PREFILLED:
-                        renewals.end()  # from here on KV is moved or lost
-                        job_state.record.prefilled(loop_time())
-                        answer = decode.submit(job_state.request(request_id, ticket=ticket, more=update.token_ids))
-                        prefill_updates.forward_failures_to(answer)  # until the KV has arrived
-                    else:
-                        finished = update.finish_reason is not None
-                    yield update
+                if ticket is not None:
+                    job_state.record.note(
+                        EventKind.RESERVED, loop_time(), worker=decode.worker_id,
+                        blocks=ticket.stop - min(ticket.starts),
+                    )  # fmt: skip
+                updates = attempt.prefill_worker.submit(job_state.request(request_id, ticket=ticket, pull=pull))
+                job_state.record.note(EventKind.SUBMITTED, loop_time(), worker=attempt.prefill_worker.worker_id)
+                if ticket is None:
+                    answer = updates
+                else:
+                    renewals.attach(updates)
+                    async for update in updates:
+                        if update.finish_reason is FinishReason.PREFILLED:
+                            renewals.end()  # from here on KV is moved or lost
+                            job_state.record.prefilled(loop_time())
+                            answer = decode.submit(job_state.request(request_id, ticket=ticket, more=update.token_ids))
+                            updates.forward_failures_to(answer)  # until the KV has arrived
+                        else:
+                            finished = update.finish_reason is not None
+                        yield update
             if answer is None:
                 return  # the first token was the last: `finally` gives the reservation back
-            place = MigrationTarget(worker=decode, request_id=request_id, updates=answer)
-            async with aclosing(self.moves.follow(job_state, place, attempt.depends_on)) as updates:
-                async for update in updates:
-                    if not arrived:  # the prefill worker is done then, and cannot fail any more
+            target = MigrationTarget(worker=decode, request_id=request_id, updates=answer)
+            async with aclosing(self.moves.follow(job_state, target, attempt.depends_on)) as following:
+                async for update in following:
+                    if prefill is not None and not arrived:  # the prefill worker is done, and cannot fail any more
                         arrived = True
                         self._chooser.arrived(job_state.record)
                         prefill.abort(request_id)
                     finished = update.finish_reason is not None
                     yield update
         finally:
-            (prefill.release if finished else prefill.abort)(request_id)
+            if prefill is not None:
+                (prefill.release if finished else prefill.abort)(request_id)
             (decode.release if finished and answer is not None else decode.abort)(request_id)
             attempt.end_pull()
 
@@ -342,22 +310,6 @@ class Dispatcher:
         if ticket is None:
             attempt.end_pull()
         return ticket
-
-    def _reservation(self, job_state: JobState, attempt: Attempt, prefill: Member) -> ReserveRequest:
-        """A reservation for the blocks of all that the prefill worker computes. After a failure these are the prompt
-        and the tokens emitted so far."""
-        if prefill.info is None:
-            raise WorkerLost(f"worker {prefill.worker_id} has never been connected")
-        return ReserveRequest(
-            request_id=attempt.request_id,
-            prompt_ids=job_state.token_ids,
-            cache_salt=job_state.job.cache_salt,
-            generation=attempt.generation,
-            lease_s=self._config.dispatch.ticket_lease_s,
-            source=prefill.info.lane,
-            source_layout=prefill.info.layout,
-            gateway_id=self._fleet.gateway_id,
-        )
 
     # -- recovering ----------------------------------------------------------------------------------------------------
 
@@ -453,6 +405,12 @@ class LeaseRenewal:
         renewing = self._renew(request, decode, lease_s)
         self._task: asyncio.Task[None] | None = asyncio.create_task(renewing, name=f"renewals of {request.request_id}")
 
+    def __enter__(self) -> LeaseRenewal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def attach(self, updates: Updates) -> None:
         self._reading = updates
         if self._failure is not None:
@@ -476,12 +434,3 @@ class LeaseRenewal:
             )
             if self._reading is not None:
                 self._reading.fail(self._failure)
-
-
-@contextmanager
-def _renewing(request: ReserveRequest, decode: Member, lease_s: float) -> Iterator[LeaseRenewal]:
-    renewals = LeaseRenewal(request, decode, lease_s)
-    try:
-        yield renewals
-    finally:
-        renewals.end()

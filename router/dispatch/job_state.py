@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
-from protos.values import GenerateRequest, SequenceUpdate, Ticket
+from protos.errors import WorkerLost
+from protos.values import GenerateRequest, ReserveRequest, SequenceUpdate, Ticket
 from router.dispatch.poison_requests import CrashHistory
+from router.fleet.member import Member
 from router.jobs import Job, TokenDelta
 from router.traces.request_trace import RequestTrace
 
@@ -155,3 +157,36 @@ class JobState:
     def _cached(self, num_tokens: int) -> int:
         known = self._num_cached if self._num_attempts > 1 and self._num_cached is not None else num_tokens
         return min(num_tokens, known, len(self.job.prompt_ids))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservations:
+    """Makes the reservations of one gateway."""
+
+    gateway_id: str
+    lease_s: float
+
+    def __call__(
+        self,
+        job_state: JobState,
+        source: Member,
+        request_id: str,
+        generation: int,
+        *,
+        stop: int | None = None,
+        num_tokens: int = 0,
+    ) -> ReserveRequest:
+        """Blocks for the first `stop` tokens, into which `source` writes; with `num_tokens` for so many in all."""
+        if source.info is None:
+            raise WorkerLost(f"worker {source.worker_id} has never been connected")
+        return ReserveRequest(
+            request_id=request_id,
+            prompt_ids=job_state.token_ids[:stop],
+            cache_salt=job_state.job.cache_salt,
+            generation=generation,
+            lease_s=self.lease_s,
+            source=source.info.lane,
+            source_layout=source.info.layout,
+            gateway_id=self.gateway_id,
+            num_tokens=num_tokens,
+        )

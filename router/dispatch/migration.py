@@ -17,12 +17,11 @@ from weakref import WeakKeyDictionary
 
 from protos.errors import BatonError, TransferFailed
 from protos.event_loop import loop_time
-from protos.values import FinishReason, MoveRequest, ReserveRequest, SequenceUpdate, Ticket
+from protos.values import FinishReason, MoveRequest, SequenceUpdate, Ticket
 from protos.wire import raised
-from router.dispatch.job_state import JobState
+from router.dispatch.job_state import JobState, Reservations
 from router.fleet.member import Member
 from router.fleet.worker_client import Updates
-from router.router_config import RouterConfig
 from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")
@@ -71,10 +70,9 @@ class _Migration:
 class Migrations:
     """Migrates the sequences of a router. `num_moved` counts migrations, `num_stayed` failed attempts."""
 
-    def __init__(self, choose: Choose, *, gateway_id: str, config: RouterConfig) -> None:
+    def __init__(self, choose: Choose, reserve: Reservations) -> None:
         self._choose = choose
-        self._gateway_id = gateway_id
-        self._config = config
+        self._reserve = reserve
         self._gates: WeakKeyDictionary[Member, asyncio.Semaphore] = WeakKeyDictionary()
         self.num_moved = 0
         self.num_stayed = 0
@@ -142,31 +140,19 @@ class Migrations:
                 move.request_id, generation = job_state.next_id()
                 to.route(move.request_id, 0)
                 move.to = to
-                move.ticket = await to.reserve(self._reservation(job_state, here, to, move.request_id, generation))
+                assert to.info is not None
+                job, stop = job_state.job, job_state.num_tokens - 1  # the last token has no KV yet
+                most = min(len(job.prompt_ids) + job.sampling.max_tokens, to.info.max_model_len)
+                asked = self._reserve(
+                    job_state, here.worker, move.request_id, generation, stop=stop,
+                    num_tokens=min(stop + ROOM_TOKENS, most),
+                )  # fmt: skip
+                move.ticket = await to.reserve(asked)
                 here.worker.move(MoveRequest(request_id=here.request_id, ticket=move.ticket))
             except BatonError as error:
                 self._stays(here, move, error)
                 return
             await move.over.wait()
-
-    def _reservation(
-        self, job_state: JobState, here: MigrationTarget, to: Member, request_id: str, generation: int
-    ) -> ReserveRequest:
-        assert here.worker.info is not None
-        assert to.info is not None
-        known = job_state.token_ids[:-1]  # the last token has no KV yet
-        most = len(job_state.job.prompt_ids) + job_state.job.sampling.max_tokens
-        return ReserveRequest(
-            request_id=request_id,
-            prompt_ids=known,
-            num_tokens=min(len(known) + ROOM_TOKENS, most, to.info.max_model_len),
-            cache_salt=job_state.job.cache_salt,
-            generation=generation,
-            lease_s=self._config.dispatch.ticket_lease_s,
-            source=here.worker.info.lane,
-            source_layout=here.worker.info.layout,
-            gateway_id=self._gateway_id,
-        )
 
     def _take_over(self, job_state: JobState, here: MigrationTarget, move: _Migration | None) -> MigrationTarget:
         """Continues on the next worker once the old one has stopped and the rest of the KV has arrived."""

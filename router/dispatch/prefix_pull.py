@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtransfer.windows import moved_bytes
-from protos.errors import BatonError, WorkerLost
+from protos.errors import BatonError
 from protos.event_loop import loop_time
-from protos.values import ReserveRequest, ShareRequest, Ticket, WorkerLoad
-from router.dispatch.job_state import JobState
+from protos.values import ShareRequest, Ticket, WorkerLoad
+from router.dispatch.job_state import JobState, Reservations
 from router.fleet.fleet import Fleet
 from router.fleet.member import Member
 from router.policies.candidate_columns import Candidate, CandidateTable
@@ -107,9 +107,9 @@ class PrefixPulls:
     """Plans and runs the pulls of a router. `num_blocks` have been pulled; `failures` counts failed pulls by error
     code."""
 
-    def __init__(self, fleet: Fleet, *, lease_s: float) -> None:
+    def __init__(self, fleet: Fleet, reserve: Reservations) -> None:
         self._fleet = fleet
-        self._lease_s = lease_s
+        self._reserve = reserve
         self.num_blocks = 0
         self.failures: Counter[str] = Counter()
 
@@ -167,7 +167,8 @@ class PrefixPulls:
         """Reserves blocks on the prefill worker, into which the holder pushes. None if the prefill worker should
         compute the prompt instead. The caller ends the pull in any case."""
         try:
-            ticket = await pull.prefill_worker.reserve(self._reservation(job_state, pull))
+            reservation = self._reserve(job_state, pull.holder, pull.request_id, pull.generation, stop=pull.num_tokens)
+            ticket = await pull.prefill_worker.reserve(reservation)
             block_size = pull.holder.block_size or ticket.layout.block_size
             hashes = tuple(job_state.hashes(block_size)[: -(-pull.num_tokens // block_size)])
             num_blocks = await pull.holder.connection().share(ShareRequest(ticket=ticket, hashes=hashes))
@@ -181,20 +182,6 @@ class PrefixPulls:
         now = loop_time()
         job_state.record.note(EventKind.PULLED, now, source=pull.holder.worker_id, blocks=num_blocks)
         return ticket.up_to(min(ticket.starts) + num_blocks)
-
-    def _reservation(self, job_state: JobState, pull: PrefixPull) -> ReserveRequest:
-        if pull.holder.info is None:
-            raise WorkerLost(f"worker {pull.holder.worker_id} has never been connected")
-        return ReserveRequest(
-            request_id=pull.request_id,
-            prompt_ids=job_state.token_ids[: pull.num_tokens],
-            cache_salt=job_state.job.cache_salt,
-            generation=pull.generation,
-            lease_s=self._lease_s,
-            source=pull.holder.info.lane,
-            source_layout=pull.holder.info.layout,
-            gateway_id=self._fleet.gateway_id,
-        )
 
     def _failed(self, pull: PrefixPull, code: str, reason: str) -> None:
         self.failures[code] += 1

@@ -176,14 +176,17 @@ class Fleet:
         member = self._members.get(worker_id)
         if member is None or member.role is None or not member.takes_work:
             return
-        num_tokens = (num_blocks - num_cached) * (member.block_size or 1)
         self._num_elsewhere += 1
-        name = f"elsewhere {self._num_elsewhere}"
-        member.route_elsewhere(name, num_tokens, num_blocks)
-        loop = asyncio.get_running_loop()
-        loop.call_later(ELSEWHERE_S, member.drop_routed, name)
-        beside = member.load.num_running + member.load.num_waiting
-        self.predictor.routed(worker_id, member.role, num_tokens, beside=beside, now=loop.time())
+        name, num_tokens = f"elsewhere {self._num_elsewhere}", (num_blocks - num_cached) * (member.block_size or 1)
+        self.route(member, name, num_tokens, num_blocks, is_there=True)
+        asyncio.get_running_loop().call_later(ELSEWHERE_S, member.drop_routed, name)
+
+    def route(self, member: Member, name: str, num_tokens: int, num_blocks: int, *, is_there: bool = False) -> None:
+        """Adds these tokens to the worker's load, and to its recent work."""
+        member.route(name, num_tokens, num_blocks, is_there=is_there)
+        if member.role is not None:
+            beside = member.load.num_running + member.load.num_waiting
+            self.predictor.routed(member.worker_id, member.role, num_tokens, beside=beside, now=loop_time())
 
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
         """The cached blocks that each worker has of a sequence, in units of `block_size`. `hashes` gives the chain in

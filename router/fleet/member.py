@@ -182,14 +182,10 @@ class Member:
 
     # -- work under way ------------------------------------------------------------------------------------------------
 
-    def route(self, request_id: str, num_tokens: int, num_blocks: int = 0) -> None:
-        """Counts a request with `num_tokens` to prefill that was routed to this worker, until its load includes it."""
-        self._routed[request_id] = RoutedWork(num_tokens, num_blocks)
-        self.changed()
-
-    def route_elsewhere(self, name: str, num_tokens: int, num_blocks: int) -> None:
-        """Counts a request that another gateway routed to this worker, which has it already."""
-        self._routed[name] = RoutedWork(num_tokens, num_blocks, since_step=self._num_steps)
+    def route(self, name: str, num_tokens: int, num_blocks: int = 0, *, is_there: bool = False) -> None:
+        """Counts a request with `num_tokens` to prefill that was routed to this worker, until its load includes it.
+        `is_there`: the worker has it already."""
+        self._routed[name] = RoutedWork(num_tokens, num_blocks, self._num_steps if is_there else None)
         self.changed()
 
     def drop_routed(self, name: str) -> None:
