@@ -8,6 +8,7 @@ import typer
 
 from cluster.cli import options
 from cluster.gateway.run import run_gateway
+from cluster.hub.local_models import with_local_models
 from cluster.process.logs import LogFormat, terminal
 
 At = Annotated[list[str] | None, typer.Option("--worker", metavar="HOST:PORT", help="Address of a worker. Repeatable.")]
@@ -22,5 +23,6 @@ def gateway(given: options.GivenSettings, worker: At = None, log_format: options
 
     configs = given.configs()
     console = terminal(log_format, access_log=configs[0].router.http.access_log)
+    configs = tuple(with_local_models(config) for config in configs)
     if not uvloop.run(run_gateway(configs, tuple(worker or ()), console, log_format)):
         raise typer.Exit(130)

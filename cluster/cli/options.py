@@ -17,6 +17,7 @@ from cluster.config.settings import Table, make_blaming, merge, read_file, setti
 from cluster.config.several_models import TABLE, make_configs, models_given
 from cluster.process.logs import LogFormat
 from protos.errors import Misconfigured
+from protos.model_files.hub_name import HubName
 from protos.setting import number
 from router.policies.registry import check_names
 from workers.adapters.names import parse_adapters
@@ -37,12 +38,16 @@ Workers = Annotated[
 ]
 Adapters = Annotated[
     list[str] | None,
-    typer.Option("--adapter", metavar="NAME=PATH", help="A LoRA adapter's folder, served as NAME. Repeatable."),
+    typer.Option(
+        "--adapter", metavar="NAME=PATH", help="A LoRA adapter's folder or hub's name, served as NAME. Repeatable."
+    ),
 ]
 Models = Annotated[
     list[str] | None,
     typer.Option(
-        "--model", metavar="PATH", help="A checkpoint's folder, or a GGUF file. Several: NAME=PATH, repeated."
+        "--model",
+        metavar="PATH",
+        help="A folder, a GGUF file, or a hub's name, as Qwen/Qwen3-0.6B. Several: NAME=PATH, repeated.",
     ),
 ]
 POOLS = (
@@ -136,7 +141,7 @@ def adapters_setting(given: Sequence[str]) -> str:
         if "," in one:
             raise Misconfigured(f"--adapter {one}: write one NAME=PATH, without a comma in it", param="adapter")
     found = parse_adapters(", ".join(given), "--adapter")
-    return ", ".join(f"{name}={Path(path).absolute()}" for name, path in found.items())
+    return ", ".join(f"{name}={path if HubName.of(path) else Path(path).absolute()}" for name, path in found.items())
 
 
 def option(path: str) -> Any:

@@ -15,6 +15,7 @@ from rich.console import Console
 from cluster.cli import options
 from cluster.config.cluster_config import ClusterConfig
 from cluster.discovery.members import ClusterAnnouncer
+from cluster.hub.local_models import with_local_models
 from cluster.planner.planned_fleet import PlannedFleet
 from cluster.planner.planner import KeptLoad
 from cluster.process.logs import LogFormat, terminal
@@ -46,7 +47,8 @@ Heartbeat = Annotated[
 def pools(given: options.GivenSettings, heartbeat: Heartbeat = None, log_format: options.Log = LogFormat.TEXT) -> None:
     """Run and supervise workers until Ctrl-C, for every `baton gateway` with the same --discovery. Workers outlive this
     process if it is killed: the next one goes on with them."""
-    config, console = given.config(), terminal(log_format)
+    console = terminal(log_format)
+    config = with_local_models(given.config())
     if not asyncio.run(run_pools(config, console, heartbeat)):
         raise typer.Exit(130)
 

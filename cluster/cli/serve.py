@@ -28,6 +28,7 @@ from cluster.config.settings import read_file, setting
 from cluster.config.several_models import TABLE
 from cluster.discovery.members import DirectAnnouncer
 from cluster.gateway.run import open_faces
+from cluster.hub.local_models import with_local_models
 from cluster.planner.planned_fleet import PlannedFleet
 from cluster.process.gc_tuning import collect_rarely
 from cluster.process.logs import LogFormat, ResultConsole, terminal
@@ -47,7 +48,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("baton.cluster")
 
-ModelPath = Annotated[str | None, typer.Argument(metavar="MODEL", help="As --model: a folder, or a GGUF file.")]
+ModelPath = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a hub's name, as Qwen/Qwen3-0.6B.")
+]
 SETTINGS = ("model", "served_name", *options.POOLS, *options.GATEWAY, *options.PLANNER, "ray.address")
 DEMO = {"model": str(Path(__file__).resolve().parents[2] / "demo" / "model"), "served_name": "demo"}
 
@@ -234,6 +237,7 @@ def _serve(given: options.GivenSettings, configs: Sequence[ClusterConfig], log_f
     import uvloop
 
     console = terminal(log_format, access_log=configs[0].router.http.access_log)
+    configs = [with_local_models(config) for config in configs]
     if given.workers is not None:
         log.info(
             "--workers %d: colocated, each computes prompts and answers; two pools: --prefill, --decode", given.workers

@@ -15,6 +15,7 @@ from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json
 from cluster.cli.terminal_tables import Sheet, show
 from kvtransfer.reshard import EIGHT_BITS
 from protos.hints import byte_count, counted
+from protos.model_files.hub_name import HubName
 from router.fleet_owner import DesiredFleet, Revision
 
 POOLS = ("prefill", "decode", "colocated")
@@ -71,8 +72,11 @@ def status_tables(status: Mapping[str, Any], url: str) -> RenderableType:
     workers: Sequence[Worker] = sorted(status["workers"], key=_place)
     held = [(worker["worker_id"], status["kv"].get(worker["worker_id"])) for worker in workers]
     tables = (_pools(workers), _workers(workers), _speculation(workers), _lanes(held), _tickets(held))
-    weights = dict.fromkeys(worker["info"]["weights"] for worker in workers if worker["info"])
-    stored = [Text(f"weights: {one}") for one in weights if one]
+    infos = [worker["info"] for worker in workers if worker["info"]]
+    names = dict.fromkeys(HubName.of_cached(info["model_path"]) for info in infos)
+    stored = [Text(f"model: {one}") for one in names if one]
+    weights = dict.fromkeys(info["weights"] for info in infos)
+    stored += [Text(f"weights: {one}") for one in weights if one]
     stored += [Text(f"KV: {one}") for one in dict.fromkeys(_kv_dtype(worker) for worker in workers) if one]
     parts: list[RenderableType] = [_headline(status, url), *_fleet(status.get("capacity")), *stored]
     for table in tables:

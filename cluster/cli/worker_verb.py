@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from cluster.cli import options
 from cluster.config.cluster_config import ClusterConfig
+from cluster.hub.local_models import with_local_models
 from cluster.process.logs import LogFormat, ResultConsole, terminal
 from cluster.process.ports import listen
 from cluster.process.signals import StopSignal, stopped
@@ -54,7 +55,8 @@ def worker(
     log_format: options.Log = LogFormat.TEXT,
 ) -> None:
     """Run one worker until Ctrl-C and print its address, for `baton gateway --worker`."""
-    config, console = given.config(), terminal(log_format)
+    console = terminal(log_format)
+    config = with_local_models(given.config())
     if config.worker.tp > 1:
         raise Misconfigured(
             f"worker.tp is {config.worker.tp}: one process is one rank, so use `baton serve`", param="tp"

@@ -93,6 +93,9 @@ class RayConfig(CheckedSettings):
     span_nodes: bool = setting(
         False, "Ranks of one worker may be on several nodes, where no node has room for all of them (--tp)."
     )
+    downloads: bool = setting(
+        False, "Machines of a running Ray download models of the Hugging Face hub, each to its own cache."
+    )
     response_timeout_s: float = 15.0  # a Ray that has not answered for this long is given up
 
 

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cluster.hub.download import local_model
 from protos.errors import Misconfigured
 from protos.hints import unusable
 from protos.model_files.opening import open_model
@@ -33,7 +34,9 @@ Ids = list[tuple[int, ...]]
 
 
 def quantize(
-    model: Annotated[Path, typer.Argument(help="Folder of a Hugging Face checkpoint in floating point.")],
+    model: Annotated[
+        Path, typer.Argument(help="Folder of a Hugging Face checkpoint in floating point, or a hub's name.")
+    ],
     out: Annotated[Path, typer.Argument(help="Folder to write; it must not be there yet.")],
     method: Annotated[
         Method, typer.Option(help="rtn rounds to nearest; gptq and awq lose less, and need --calibrate.")
@@ -51,6 +54,7 @@ def quantize(
     """Quantise the weights of a checkpoint to 4 or 8 bits, and write a compressed-tensors checkpoint, which Baton, vLLM
     and transformers load."""
     recipe = _recipe(method, bits, group_size)
+    model = Path(local_model(str(model)))
     config = check_float_folder(model)
     if recipe.calibrated and calibrate is None:
         raise Misconfigured(

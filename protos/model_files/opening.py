@@ -11,9 +11,9 @@ from protos.model_files.files_seam import ModelFiles
 from protos.model_files.folder import FolderFiles
 from protos.model_files.gguf.gguf_file import MAGIC, first_shard
 from protos.model_files.gguf.gguf_files import GGUFFiles
+from protos.model_files.hub_name import HubName
 from protos.model_files.plain_files import open_plain
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)  # meta-llama/Llama-3.1-8B
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -32,12 +32,13 @@ def open_model(path: str | Path) -> ModelFiles:
 def model_name(path: str | Path) -> str:
     """The name of a model that was given none: its folder's or its GGUF file's. In Hugging Face's cache, where folders
     are models--Acme--Tiny/snapshots/HASH and files are links to blobs/HASH, a folder has the repository's name."""
+    if (named := HubName.of(str(path))) is not None:
+        return named.model
     place = Path(path).resolve()
     if place.parent.name == "blobs":
         place = Path(path).absolute()
-    repository = place.parent.parent.name
-    is_cached = place.parent.name == "snapshots" and repository.startswith("models--")
-    name = repository.rpartition("--")[2] if is_cached else place.name
+    cached = HubName.of_cached(place)
+    name = cached.model if cached is not None and not cached.file else place.name
     return _SHARD.sub("", name[: -len(".gguf")]) if name.lower().endswith(".gguf") else name
 
 
@@ -72,7 +73,4 @@ def _in_folder(folder: Path) -> ModelFiles:
 
 
 def _absent(path: Path) -> str:
-    text = f"there is no folder or file {path}: give --model a checkpoint's folder or a .gguf file"
-    if path.suffix.lower() != ".gguf" and _HUB_NAME.fullmatch(str(path)):
-        text += f"; Baton downloads nothing, as `hf download {path} --local-dir FOLDER` does"
-    return text
+    return f"there is no folder or file {path}: give --model a checkpoint's folder or a .gguf file"

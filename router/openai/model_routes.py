@@ -33,13 +33,14 @@ async def retrieve_model(gateway: Gateway, request: Request) -> Response:
 
 
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
-    """OpenAI's model object, vLLM's `max_model_len`, how the workers hold the weights, once one has reported it, and
-    the fields of Anthropic's."""
+    """OpenAI's model object, vLLM's `max_model_len`, the model's commit in the hub, how the workers hold the weights,
+    once one has reported it, and the fields of Anthropic's."""
     card = gateway.card
     return {
         "id": name, "object": "model", "created": card.created, "owned_by": "baton", "root": card.parent or card.name,
         "parent": card.parent, "max_model_len": card.max_model_len, "weights": stored_as(gateway),
-        "type": "model", "display_name": name, "lifecycle": "active", "max_input_tokens": card.max_model_len,
+        "hub": card.hub or None, "type": "model", "display_name": name, "lifecycle": "active",
+        "max_input_tokens": card.max_model_len,
         "created_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
     }  # fmt: skip
 

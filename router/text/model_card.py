@@ -10,6 +10,7 @@ from protos.model_files.digests import read_digests
 from protos.model_files.ends import end_ids
 from protos.model_files.fields import Fields
 from protos.model_files.files_seam import ModelFiles
+from protos.model_files.hub_name import HubName
 from protos.values import ModelDigests
 from router.text.sampling_request import RANGES, allowed
 
@@ -23,6 +24,7 @@ class ModelCard:
 
     `temperature` to `repetition_penalty` are the defaults of requests (generation_config.json). `fingerprint` is of the
     model's files, and so are `digests`. `vector_size`: numbers in an embedding, 0 if config.json does not tell.
+    `hub`: of a model in the cache of the Hugging Face hub, its repository and commit.
     `family` is config.json's `model_type`, `num_bytes` the size of the files with weights, 0 where they are not here.
     """
 
@@ -44,6 +46,7 @@ class ModelCard:
     digests: ModelDigests = field(default_factory=ModelDigests)
     family: str = ""
     num_bytes: int = 0
+    hub: str = ""
 
     @classmethod
     def load(cls, files: ModelFiles, name: str, *, max_model_len: int | None = None) -> ModelCard:
@@ -71,6 +74,7 @@ class ModelCard:
             fingerprint=f"fp_{files.fingerprint()}",
             created=files.created_s,
             digests=read_digests(files),
+            hub=str(HubName.of_cached(files.path) or ""),
             family=str(config.get("model_type", "")),
             num_bytes=sum(file.stat().st_size for file in files.weight_files()),
             vector_size=size if isinstance(size := config.get("hidden_size"), int) else 0,
@@ -84,7 +88,7 @@ class ModelCard:
 
     def served_fingerprint(self, stored_as: str) -> str:
         """OpenAI's `system_fingerprint`: changes with the model's files, and with how workers keep weights and KV."""
-        return f"fp_{blake2b(f'{self.fingerprint} {stored_as}'.encode(), digest_size=6).hexdigest()}"
+        return f"fp_{blake2b(f'{self.fingerprint}{self.hub} {stored_as}'.encode(), digest_size=6).hexdigest()}"
 
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

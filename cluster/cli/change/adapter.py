@@ -10,6 +10,7 @@ import httpx
 import typer
 
 from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client, request_json
+from cluster.hub.download import local_model
 from protos.errors import Misconfigured, Unavailable
 from protos.hints import byte_count
 
@@ -25,7 +26,10 @@ class AdapterVerb(StrEnum):
 def adapter(
     verb: Annotated[AdapterVerb, typer.Argument(help="load NAME PATH, unload NAME, or list.")],
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="The model's name in requests.")] = "",
-    path: Annotated[str, typer.Argument(metavar="[PATH]", help="The adapter's folder on the workers' machines.")] = "",
+    path: Annotated[
+        str,
+        typer.Argument(metavar="[PATH]", help="Its folder on the workers' machines, or a name of the hub."),
+    ] = "",
     url: GatewayUrl = DEFAULT_URL,
     api_key: AdminKey = "",
 ) -> None:
@@ -36,7 +40,7 @@ def adapter(
         client.timeout = httpx.Timeout(_LOAD_TIMEOUT_S)
         match verb:
             case AdapterVerb.LOAD:
-                order = {"name": name, "path": str(Path(path).absolute())}
+                order = {"name": name, "path": str(Path(local_model(path, "path")).absolute())}
                 report = request_json(client, "/admin/adapters", "POST", order)
                 _show(report, f"{name} is loaded on")
             case AdapterVerb.UNLOAD:

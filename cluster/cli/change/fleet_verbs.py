@@ -17,6 +17,7 @@ from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json
 from cluster.cli.change.drain_verb import printer
 from cluster.cli.status_verb import fleet_words, planner_words
 from cluster.config.settings import paths_of, setting
+from cluster.hub.download import local_model
 from protos.errors import DeadlineExceeded, InvalidRequest, Misconfigured, Unavailable
 from protos.values import WorkerRole
 
@@ -60,7 +61,9 @@ def flip(
 
 
 def roll(
-    model: Annotated[str, typer.Option(help="Path of the new model, on workers' and gateways' hosts.")] = "",
+    model: Annotated[
+        str, typer.Option(help="The new model's path on workers' and gateways' hosts, or a hub's name.")
+    ] = "",
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="As worker.dtype=float32.")
     ] = None,
@@ -80,7 +83,7 @@ def roll(
         raise Misconfigured("nothing is to change: give --model, --set or --abort", param="model")
     order: dict[str, Any] = {"kind": "abort", "why": why}
     if not abort:
-        path = str(Path(model).absolute()) if model else None
+        path = str(Path(local_model(model)).absolute()) if model else None
         order |= {"kind": "roll", "model": path, "settings": parse_settings(settings or ()), "surge": surge}
     _order(order, url, api_key, timeout_s=None if no_wait else timeout_s)
 

@@ -138,7 +138,7 @@ def test_serving_needs_a_model_that_is_there(
         str(tmp_path / "model.safetensors"): "is a file: give --model the folder that it lies in",
         str(gguf): "model.Q4_K_M.gguf is empty: download it again",
         str(gguf.parent): "model.Q4_K_M.gguf is empty: download it again",
-        "meta-llama/Llama-3.1-8B": "Baton downloads nothing, as `hf download meta-llama/Llama-3.1-8B --local",
+        "meta-llama/Llama-3.1-8B": "HF_HUB_OFFLINE is set",
     }
     for model, fix in told.items():
         assert fix in refused(monkeypatch, capsys, "serve", "--model", model)

@@ -69,11 +69,11 @@ def test_an_order_is_sent_with_who_gives_it(
     monkeypatch.setattr(fleet_verbs, "open_client", lambda *_: httpx.Client(transport=transport, base_url="http://g"))
     fleet_verbs.scale(["decode=3"], no_wait=True, why="a sale")
     fleet_verbs.flip("decode-1", "prefill", no_wait=True)
-    fleet_verbs.roll("models/new", ["worker.prefill_chunk=256", "lanes.checksum=true"], surge=0, no_wait=True)
+    fleet_verbs.roll("./models/new", ["worker.prefill_chunk=256", "lanes.checksum=true"], surge=0, no_wait=True)
     fleet_verbs.roll(abort=True, no_wait=True, why="worse answers")
     assert sent[2:] == [
         {
-            "who": fleet_verbs.who(), "kind": "roll", "model": str(Path("models/new").absolute()), "surge": 0,
+            "who": fleet_verbs.who(), "kind": "roll", "model": str(Path("./models/new").absolute()), "surge": 0,
             "why": "",
             "settings": {"worker.prefill_chunk": 256, "lanes.checksum": True},
         },

@@ -1,0 +1,37 @@
+"""A deployment whose names of the hub are paths of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.config.cluster_config import ClusterConfig
+from cluster.hub.download import local_model
+from protos.errors import Misconfigured
+from protos.model_files.hub_name import HubName
+from workers.adapters.names import parse_adapters
+from workers.speculation.registry import SpeculateMode
+
+
+def with_local_models(config: ClusterConfig) -> ClusterConfig:
+    """Downloads the model, its adapters and its draft where the cache lacks them. Blocks. Raises Misconfigured, or
+    Unavailable if a later try may help."""
+    adapters, mode = parse_adapters(config.worker.adapters), SpeculateMode.of(config.worker.speculate)
+    named = [one for one in (config.worker.model, *adapters.values(), mode.path) if HubName.of(one) is not None]
+    if not named:
+        return config
+    if config.ray.address and not config.ray.downloads:
+        raise Misconfigured(
+            f"{named[0]} is no folder or file, and machines of an existing Ray download nothing: give a path "
+            "that all of them have, or allow it with --set ray.downloads=true",
+            param="ray.downloads",
+        )
+    model = local_model(config.worker.model)
+    paths = {name: local_model(path, "worker.adapters") for name, path in adapters.items()}
+    worker = replace(
+        config.worker,
+        model=model,
+        adapters=", ".join(f"{name}={path}" for name, path in paths.items()),
+        speculate=f"{mode.kind}:{local_model(mode.path, 'worker.speculate')}" if mode.path else mode.kind,
+    )
+    return replace(config, worker=worker, router=replace(config.router, model_path=Path(model)))

@@ -1,0 +1,35 @@
+"""`baton up NAME` in an empty folder with an empty cache: the first answer takes one command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster.deployed import DEMO, Deployed
+from tests.unit.cluster.hub.fake_hub import FakeHub, serving
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with serving(FakeHub()) as fake:
+        monkeypatch.setenv("HF_ENDPOINT", fake.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        yield fake
+
+
+def test_a_name_is_downloaded_and_answers(hub: FakeHub) -> None:
+    commit = hub.add("acme/tiny", {file.name: file.read_bytes() for file in DEMO.iterdir()})
+    cluster = Deployed("up", "acme/tiny", "--colocated", "--device", "cpu", "--port", "0")
+    try:
+        assert cluster.text("def join(first, second):", model="tiny")
+        [model] = httpx.get(f"{cluster.url}/v1/models").json()["data"]
+        assert (model["id"], model["hub"]) == ("tiny", f"acme/tiny@{commit}")
+        assert {worker["info"]["model_path"].rpartition("/")[2] for worker in cluster.status()["workers"]} == {commit}
+    finally:
+        cluster.kill()
