@@ -90,7 +90,7 @@ def convert(
 def tokenizer_metadata(
     state: Mapping[str, Any], *, pre: str, vocab_size: int, scores: Sequence[float] | None = None
 ) -> dict[str, Any]:
-    """Of a tokenizer.json. With `scores` it is SentencePiece, whose merges are not stored."""
+    """The metadata of a tokenizer.json. With `scores` it is SentencePiece, whose merges are not stored."""
     texts, types = [f"[PAD{index}]" for index in range(vocab_size)], [5] * vocab_size
     for text, index in state["model"]["vocab"].items():
         is_byte = scores is not None and re.fullmatch("<0x[0-9A-F]{2}>", text)

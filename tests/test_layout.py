@@ -59,7 +59,7 @@ def written() -> tuple[Path, ...]:
 
 
 def files(pattern: str = "*") -> list[Path]:
-    """Those of them that match the glob."""
+    """The written files that match the glob."""
     return [path for path in written() if path.match(pattern)]
 
 
@@ -71,7 +71,7 @@ def report(offences: Iterator[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What a Python file defines."""
+    """The definitions in a Python file."""
 
     code_lines: int
     functions: list[tuple[str, int, int]]  # name, line, code lines
@@ -110,7 +110,7 @@ def outline(path: Path) -> Outline:
 
 
 def test_loggers_are_named_below_baton() -> None:
-    """Those of other names never reach the log of a cluster: ranks and gateway processes pass on `baton` alone."""
+    """Loggers of other names never reach the log of a cluster: ranks and gateway processes pass on `baton` alone."""
 
     def offences() -> Iterator[str]:
         for path in files("*.py"):
@@ -356,7 +356,7 @@ def test_architecture_lists_every_folder() -> None:
 
 
 def test_documents_name_settings_that_exist() -> None:
-    """Those of docs/settings.md, which another test compares with the code."""
+    """Another test compares docs/settings.md with the code."""
     page = (ROOT / "docs" / "settings.md").read_text()
     known = {
         f"{section}.{name}"
@@ -385,7 +385,7 @@ def test_documents_are_narrow() -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """Those that GitHub makes of a document's headings."""
+    """The anchors that GitHub makes of a document's headings."""
     text = re.sub(r"^```.*?^```", "", (ROOT / path).read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -467,7 +467,8 @@ def test_pure_modules_never_name_a_heavy_library() -> None:
 
 
 def test_light_parts_load_without_heavy_libraries() -> None:
-    """What really loads, packages' __init__ included: the pure modules, and every module of the light folders."""
+    """The modules that really load, packages' __init__ included: the pure modules, and every module of the light
+    folders."""
     parts = {part: modules_of(part) for part in (*PURE, "router", "protos")}
     program = f"""
 import importlib, sys, traceback

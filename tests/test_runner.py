@@ -123,7 +123,7 @@ def test_fixtures_end_where_the_next_test_does_not_use_them(tmp_path: Path) -> N
 
 
 def test_no_more_tests_run_when_enough_have_failed(tmp_path: Path) -> None:
-    """What runs is stopped, and cleans up."""
+    """The running tests are stopped, and clean up."""
     waits = """
         import time
         from pathlib import Path

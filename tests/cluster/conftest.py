@@ -56,7 +56,7 @@ def last_four(four: Deployed) -> Deployed:
 
 @pytest.fixture(scope="session")
 def undisturbed(four: Deployed) -> list[list[Choice]]:
-    """What `four` answers to each of the seeded requests while nothing dies, without speculation."""
+    """The answers of `four` to each seeded request while nothing dies, without speculation."""
     return [answer(four.url, number, speculation={"enabled": False}) for number in range(NUM_REQUESTS)]
 
 

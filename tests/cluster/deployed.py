@@ -146,7 +146,6 @@ class Deployed:
 
     @property
     def urls(self) -> Sequence[str]:
-        """Of each gateway process."""
         ports = self.status()["processes"]
         return [re.sub(r"\d+$", str(port), self.url) for port in ports] or [self.url]
 

@@ -1,4 +1,4 @@
-"""What clients of every gateway process saw reaches the owner of the fleet: a real cluster of two processes."""
+"""Reports of every gateway process's clients reach the owner of the fleet: a real cluster of two processes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ CTRL_C, CTRL_D = b"\x03", b"\x04"
 
 
 class Screen:
-    """What the process has written, and keys for it."""
+    """The output of the process, and keys for it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

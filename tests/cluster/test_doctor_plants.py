@@ -48,7 +48,7 @@ pytestmark = pytest.mark.cluster
 
 
 async def names(url: str, **options: Any) -> list[str]:
-    """Of what is found there, but for what is found of this host."""
+    """The faults that are found at the URL, without those of this host."""
     seen = await asyncio.to_thread(examine, url, **options)
     return [one.name for one in findings(replace(seen[0], host=None))]
 

@@ -87,7 +87,7 @@ class Cluster:
             await self.fleet.wait(until=clock() + 30)
 
     async def replace(self, worker_id: str) -> None:
-        """What `baton drain` and a supervisor do: drained, ended, and started again."""
+        """A worker is drained, ended and started again, as by `baton drain` and a supervisor."""
         await self.fleet.drain(worker_id)
         worker = self.workers.pop(worker_id)
         await worker.wait()

@@ -26,7 +26,6 @@ __all__ = ["checkpoint"]
 
 
 def may_flip(cluster: Cluster) -> None:
-    """What `cluster.supervision.rank` gives each worker of two pools."""
     for worker_id, worker in cluster.workers.items():
         spec = RankSpec(
             role=worker.info.role, worker=config_for(cluster.folder),

@@ -37,8 +37,7 @@ AT_ONCE = 16
 
 @dataclass(slots=True)
 class Received:
-    """What clients have of the answers: `least` where one hung up, who cannot know what else was sent; `most` is what
-    these had asked for."""
+    """The tokens that clients have: `least` where a client hung up, `most` what these had asked for."""
 
     ok: int = 0
     prompt: int = 0

@@ -43,7 +43,7 @@ FROZEN = "frozen "
 KINDS = (*PROCESSES, "worker", *(f"{FROZEN}{kind}" for kind in ("gcs", "raylet", "supervisor")))
 """SIGKILL of one process of a kind, or SIGSTOP."""
 FIRST = (("gcs", "worker"), ("supervisor", "gateway"))
-"""What is killed in the first rounds, one right after the other; then up to three of KINDS, with pauses."""
+"""The first rounds kill these, one right after the other; later ones up to three of KINDS, with pauses."""
 MAX_PAUSE_S = 4.0
 
 
@@ -61,8 +61,6 @@ def rounds() -> Iterator[tuple[str, ...]]:
 
 @dataclass(slots=True)
 class Toll:
-    """What came of all rounds."""
-
     kills: Counter[str] = field(default_factory=Counter)
     num_answers: int = 0
     num_broken: int = 0
@@ -198,7 +196,7 @@ def kill(four: Deployed, kind: str, workers: Mapping[str, int], chance: random.R
 
 
 def trouble(four: Deployed, holds: Callable[[str], bool]) -> str:
-    """What `/ready` and `/admin/status` name as `degraded`, as soon as it `holds`: within seconds."""
+    """The `degraded` of `/ready` and `/admin/status`, as soon as it `holds`: within seconds."""
     deadline = time.monotonic() + 60.0
     while True:
         told = str(ready(four)["degraded"])
@@ -226,7 +224,7 @@ def healed(four: Deployed, killed: Sequence[int]) -> bool:
 
 
 def serving_pids(four: Deployed) -> dict[str, int]:
-    """Of the workers that are ready."""
+    """The processes of the workers that are ready."""
     workers = status(four)["workers"]
     return {one["worker_id"]: one["info"]["process_id"] for one in workers if one["state"] == "ready"}
 
@@ -238,7 +236,7 @@ def status(four: Deployed) -> Any:
 
 
 def ready(four: Deployed) -> dict[str, object]:
-    """Of any gateway process that lives."""
+    """The answer of `/ready` of any gateway process that lives."""
     while True:
         with suppress(httpx.TransportError):  # its process was killed just now
             told: dict[str, object] = httpx.get(f"{four.url}/ready", timeout=10.0).json()

@@ -1,4 +1,4 @@
-"""What the README, the quickstart and the gRPC page show, run as it stands there (only the ports are another's)."""
+"""The commands of the README, the quickstart and the gRPC page run as they are written; only the ports differ."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(command: list[str] | str, **options: Any) -> str:
 
 
 def shape(value: object) -> object:
-    """What a JSON value is made of: keys and kinds, without what differs from answer to answer."""
+    """The keys and types of a JSON value, without values that differ from answer to answer."""
     if isinstance(value, dict):
         return {key: shape(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -46,7 +46,7 @@ class Worker:
         self.num_snapshots = 0
 
     def meet(self, gateway: Gateway) -> None:
-        """As a stream begins."""
+        """The gateway subscribes to the worker's events."""
         self._answer(gateway, gateway.feed.hello(self.worker_id, self.log.incarnation))
 
     def read(self, *prompts: range) -> None:
@@ -62,7 +62,7 @@ class Worker:
         self.tell()
 
     def evict_to_host(self, prompt: range, *, keep: int) -> None:
-        """As it would tell of it, of all but the first blocks of a prompt."""
+        """The worker reports that all but the first blocks of a prompt went to the host."""
         hashes = chain(prompt)
         self.log.record(BlockStored(hashes=hashes[keep:], parent=hashes[keep - 1], tier=Tier.HOST))
         self.log.record(BlockRemoved(hashes=hashes[keep:]))
@@ -75,7 +75,7 @@ class Worker:
             self._send(gateway, news)
 
     def leave(self, gateway: Gateway) -> None:
-        """As a stream ends."""
+        """The gateway's stream of events ends."""
         del self._told[gateway.gateway_id]
         gateway.feed.lost(self.worker_id)
 
@@ -94,7 +94,7 @@ class Worker:
 
 
 class Gateway:
-    """What of a gateway has to do with the index."""
+    """The parts of a gateway that use the index."""
 
     def __init__(self, gateway_id: str, url: str, *, max_entries: int = 4096) -> None:
         self.gateway_id = gateway_id

@@ -41,7 +41,7 @@ def deployed() -> Iterator[Deployed]:
 
 
 class RolledStreams:
-    """As many clients, each with one stream after another."""
+    """Clients that each send one stream after another."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client

@@ -42,8 +42,7 @@ class Service:
 
 
 class RolloutStreams:
-    """As many clients, each with one stream after another over a connection of its own. `texts` are the answers to each
-    client's prompt."""
+    """Clients that each send one stream after another over their own connection. `texts` are the answers by client."""
 
     def __init__(self, service: Service, num_tokens: int) -> None:
         self._service = service

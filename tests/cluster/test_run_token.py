@@ -49,8 +49,8 @@ def client(address: str, peers: PeerTls = OURS) -> WorkerClient:
 
 
 async def refusals(address: str, metadata: Any) -> dict[str, object]:
-    """What the worker answers to every method. On the stream nothing is sent: grpc.aio makes an INTERNAL of its own
-    where a message is written to a call that was refused meanwhile."""
+    """The worker's answer to every method. Nothing is sent on the stream: grpc.aio raises INTERNAL where a message is
+    written to a call that has been refused."""
     answers: dict[str, object] = {}
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = worker_pb2_grpc.WorkerStub(channel)

@@ -140,7 +140,6 @@ async def test_clients_are_served_over_tls_by_a_worker_behind_it(files: Files, m
 
 
 def served_by(url: str) -> str:
-    """As the verbs of the command line ask."""
     with open_client(url) as client:
         return find_model(client).name
 

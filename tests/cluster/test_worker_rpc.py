@@ -405,7 +405,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off_and_its_requests_end() ->
 
 
 async def test_a_reservation_refused_does_not_take_a_running_request_from_its_gateway() -> None:
-    """As a renewal does that comes when the request has been adopted already."""
+    """A renewal may come when the request has been adopted already."""
 
     def refuse(asked: ReserveRequest, now: float) -> Ticket:
         raise TransferFailed("adopted already")

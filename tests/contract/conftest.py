@@ -1,4 +1,4 @@
-"""What stores are tried on: SQLite, a Postgres and a server of S3 that the tests of a process share, empty for each."""
+"""SQLite, a Postgres and a server of S3, which the tests of a process share and find empty."""
 
 from __future__ import annotations
 

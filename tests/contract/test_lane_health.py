@@ -1,4 +1,4 @@
-"""What becomes of a lane that nobody needs, that is stuck, or that spoils what it carries: over all that has wires."""
+"""Lanes with wires that are idle, stuck, or corrupt their payload."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_lanes_tell_over_what_they_go(make_site: Sites, over: str) -> None:
 
 
 def test_a_lane_whose_thread_does_not_end_is_stuck(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a library hangs: the lane says so, for whoever watches over the worker."""
+    """The lane reports itself stuck when a library hangs."""
     monkeypatch.setattr(LaneWire, "abort", lambda self: None)
     site = make_site(stall_s=1.0, heartbeat_s=0.05)
     sender, receiver, ticket = meet(site)

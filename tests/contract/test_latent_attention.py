@@ -14,7 +14,7 @@ from workers.kv.kv_storage import KVStorage
 
 BLOCK_SIZE = 16
 ROWS = ((1, 0), (5, 70), (1, 129), (9, 0), (1, 63), (18, 50))
-"""Of each (tokens computed now, tokens in the cache before)."""
+"""(tokens computed now, tokens in the cache before) of each row"""
 
 
 class FilledLatents:

@@ -73,7 +73,7 @@ def delete_old(where: Where, *, keep_days: int = 2) -> int:
 
 
 def reports(where: Where) -> tuple[Sequence[Sequence[UsageSum]], Sequence[CostReport], dict[str, float]]:
-    """Of whole hours: all that can be asked."""
+    """The hourly report by every selection."""
     times = [START, START + 5 * HOUR, START + DAY, START + 3 * DAY + HOUR, START + 5 * DAY, START + NUM_DAYS * DAY]
     with closing(ledger_database(where)) as database:
         found = [
@@ -151,7 +151,6 @@ def test_nothing_is_deleted_where_rows_are_kept_for_ever(ledger: Where) -> None:
 
 
 def change_sums(where: Where, change: str) -> None:
-    """As another version would have them."""
     with closing(ledger_database(where)) as database, database.writing() as transaction:
         for table in ("days", "hours"):
             on = " ON requests" if transaction.dialect == "postgres" else ""

@@ -1,5 +1,5 @@
-"""What a wire may expect of its links, over shared memory and over the network, between any numbers of ranks; and that
-a transport is chosen by what the ranks can prove, all of them alike."""
+"""The contract of links, over shared memory and the network, between any numbers of ranks. A transport is chosen by
+what all ranks can prove."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ class Deaf(RendezvousStore):
 
 
 def test_a_lane_that_ends_while_it_is_opened_leaves_no_socket(lane: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that is closed before anything was sent."""
+    """A lane may be closed before anything was sent."""
     before = our_shm_sockets()
     monkeypatch.setattr(sys.modules[__name__], "RendezvousStore", Deaf)
     with pytest.raises(ConnectionError) as failed:
@@ -288,7 +288,7 @@ def our_shm_sockets() -> list[str]:
 
 
 def test_who_does_not_write_into_the_memory_has_proved_nothing() -> None:
-    """As a source whose mapping is a copy: it has the descriptor, and the destination sees nothing of it."""
+    """A source whose mapping is a copy has the descriptor, and the destination does not see its writes."""
     listener = ShmListener("cpu", 100)
     connection = connect(listener.notice, 0)
 
@@ -329,7 +329,7 @@ def test_a_door_that_is_not_there_is_an_error_at_once() -> None:
 
 
 def test_a_slot_that_cannot_be_ends_the_link(lane: Opens) -> None:
-    """What a peer says of the ring is not believed: no read goes beyond it."""
+    """A peer's offsets are checked: no read goes beyond the ring."""
     source, destination = lane(1, 1).open("shm")
     liar = source.control._links[1]
     liar.write(b"\xfe" + (2**31).to_bytes(4, "little"), 5.0)

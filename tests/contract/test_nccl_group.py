@@ -1,4 +1,4 @@
-"""What a lane over NCCL makes of a peer that dies, by a stand-in for torch's group: there is no NCCL without a GPU.
+"""A lane over NCCL whose peer dies, by a stand-in for torch's group. tests/gpu/test_nccl_peers.py kills a real one.
 
 tests/gpu/test_nccl_peers.py kills a real one.
 """
@@ -86,7 +86,6 @@ def join(server: RendezvousServer) -> Iterator[Callable[[int], RendezvousStore]]
     stores: list[RendezvousStore] = []
 
     def join(rank: int) -> RendezvousStore:
-        """As `Rendezvous` does."""
         stores.append(store := RendezvousStore("127.0.0.1", server.port, "lane/", key=server.key, wait_s=10.0))
         store.set_on_disconnect("0/gone", f"rank {rank} of 2")
         return store

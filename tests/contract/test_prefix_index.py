@@ -28,7 +28,7 @@ QUERIES = ([], *(list(path) for path in PATHS), [*BLOCKS[:4], bytes([99]) * 16],
 
 
 class Naive:
-    """What a prefix index means, without any thought of speed."""
+    """The meaning of a prefix index, without any thought of speed."""
 
     def __init__(self) -> None:
         self.held: dict[tuple[str, Tier], set[BlockHash]] = {(name, tier): set() for name in WORKERS for tier in Tier}

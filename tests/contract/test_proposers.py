@@ -1,4 +1,4 @@
-"""What an engine may expect of every proposer, whatever it draws its drafts from."""
+"""The contract of every proposer, whatever its drafts are drawn from."""
 
 from __future__ import annotations
 

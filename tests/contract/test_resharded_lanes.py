@@ -48,7 +48,7 @@ class Lanes:
         ]
 
     def offer(self, rank: int, what: Chunk, payload: torch.Tensor) -> None:
-        """As a transfer does: into memory that is the lane's own."""
+        """Copies the payload into the lane's own memory, as a transfer does."""
         memory = self.senders[rank].stage(payload.nbytes).view(payload.dtype)
         memory.copy_(payload)
         self.senders[rank].offer(self.ticket(what.ticket_id), what, memory)
@@ -136,7 +136,7 @@ def test_what_has_come_over_a_lost_lane_is_forgotten_but_for_what_is_kept(lanes:
 
 
 def test_a_rank_that_dies_while_another_ones_payloads_fill_all_room_is_a_lost_lane(lanes: Lanes) -> None:
-    """What has come of rank 0 waits for rank 1's part, which never comes, and takes all the room there is."""
+    """Payloads of rank 0 wait for those of rank 1, which never come, and fill all room."""
     lanes.receiver.expect(lanes.senders[0].address, TWO)
     for index in range(5):
         lanes.offer(0, chunk("r", index), numbers(0))

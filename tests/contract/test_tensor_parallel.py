@@ -1,4 +1,4 @@
-"""What every `TensorParallel` promises: the same sums and values on all ranks, and a typed error when one is lost."""
+"""Every `TensorParallel` gives the same sums and values on all ranks, and a typed error when a rank is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine may expect of any transport, over all of them. Two ends in one process; waits are for events only."""
+"""The contract of transports. Two ends in one process; waits are for events only."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=WIRED)
 def over(request: pytest.FixtureRequest) -> str:
-    """What lanes run over that have threads and wires."""
+    """The transports whose lanes have threads and wires."""
     return str(request.param)
 
 
@@ -351,7 +351,7 @@ def test_tensor_parallel_ranks_pair_up(over: str) -> None:
 
 
 def test_a_chunk_may_be_dropped_before_it_comes(over: str) -> None:
-    """As on a follower rank, told by rank 0 to forget what it has not got yet."""
+    """Rank 0 tells a follower rank to forget a chunk that has not come yet."""
     site = Site(over, LaneConfig(heartbeat_s=0.05))
     sender, receiver, ticket = meet(site)
     receiver.drop(chunk_of(ticket, 0), "p0#1")

@@ -76,7 +76,6 @@ def render(folder: Path) -> Rendered:
 
 @cache
 def ray_help(verb: str) -> str:
-    """What `ray VERB --help` prints."""
     command = [sys.executable, "-m", "ray.scripts.scripts", verb, "--help"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -123,7 +122,7 @@ def check_schemas(shape: Rendered) -> None:
 
 @cache
 def crd_validator(file: str, version: str) -> Any:
-    """Of a custom resource, strict: a field that it does not name is an error. Skips where the file is not at hand."""
+    """The validator of a custom resource; an unknown field is an error. Skips where the file is not at hand."""
     path = next((folder / file for folder in SCHEMAS if (folder / file).is_file()), None)
     if path is None:
         pytest.skip(f"{file} is in no shared/schemas beside this checkout")

@@ -97,7 +97,6 @@ class Stage:
                     raise AssertionError(f"an instruction that this test does not know: {line}")
 
     def command(self, *command: str, more: dict[str, str] | None = None) -> list[str]:
-        """What runs a command in the stage as its user."""
         given = [f"{name}={value}" for name, value in (self.environment | (more or {})).items()]
         inside = ["sh", "-c", _INSIDE, "sh", str(self.upper), str(self._work), str(self._merged), self._folder]
         user = ["--userspec", f"{self.user}:{self.user}"]

@@ -221,7 +221,7 @@ def test_budgets_cover_their_pods_and_leave_room_for_one_disruption(shape: Rende
 
 
 def nodes_of(shape: Rendered) -> list[tuple[str, dict[str, float]]]:
-    """What each Ray pod offers, as KubeRay tells `ray start`."""
+    """The resources of each Ray pod, as KubeRay tells `ray start`."""
     offered = [("head", {"CPU": float(shape.ray["headGroupSpec"]["rayStartParams"]["num-cpus"])})]
     for pool, group in shape.groups.items():
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]

@@ -25,7 +25,7 @@ SECRET = "baton-keys"
 
 @pytest.fixture(scope="module")
 def secret() -> Manifest:
-    """What `secrets.sh acme` prints."""
+    """The output of `secrets.sh acme`."""
     tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         [K8S / "secrets.sh", "acme"], env=os.environ | {"PATH": tools}, capture_output=True, text=True, check=True
@@ -39,7 +39,7 @@ def variables(container: Manifest) -> dict[str, Any]:
 
 
 def key_of(variable: Any) -> str:
-    """Of the Secret."""
+    """The Secret's key for the variable."""
     reference = variable["secretKeyRef"]
     assert reference["name"] == SECRET
     assert "optional" not in reference, "a pod without its key waits for the Secret: it does not start open"

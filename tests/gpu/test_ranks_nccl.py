@@ -49,8 +49,8 @@ def _replay_over_nccl(rank: int, port: int) -> float:
 
 
 def test_an_all_reduce_is_recorded_and_replayed() -> None:
-    """As in the graphs of a decode step, after one that is not recorded. Recording computes nothing; each replay adds
-    what the other rank has."""
+    """The all-reduce of a decode step's graph, after one that is not recorded. Each replay adds what the other rank
+    has."""
     store = open_store("127.0.0.1")
     store.close()
     port = store.port

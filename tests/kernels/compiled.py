@@ -34,7 +34,7 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)")
 
 
 class NamesTarget:
-    """As much of a Triton driver as compiling asks for."""
+    """The part of a Triton driver that compiling asks for."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability

@@ -91,7 +91,7 @@ def _prefill(
 
 
 def _latent(dtype: torch.dtype) -> None:
-    """Of 128 heads, DeepSeek-V3's."""
+    """DeepSeek-V3's 128 heads."""
     cache = torch.zeros(2, 1, _BS, 576, dtype=dtype)
     q_TNW, out_TNL = torch.zeros(1, 128, 576, dtype=dtype), torch.zeros(1, 128, 512, dtype=dtype)
     plan = DecodePlan(items_W6=_ITEMS, parts_R3=_ITEMS[:, :3].contiguous())
@@ -176,7 +176,7 @@ def _has_fp8_units() -> bool:
 
 
 def _fp8_types() -> tuple[torch.dtype, torch.dtype]:
-    """Of weights, and of inputs."""
+    """The types of weights, and of inputs."""
     return (torch.float8_e4m3fn, torch.float8_e4m3fn) if _has_fp8_units() else (torch.uint8, torch.float16)
 
 

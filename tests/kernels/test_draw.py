@@ -95,7 +95,7 @@ NEIGHBOURS = (ONES.view(torch.int32) + torch.arange(8, dtype=torch.int32)).view(
 def test_every_kept_token_is_drawn_and_no_other(
     logits_V: torch.Tensor, filters: dict[str, Any], kept: set[int]
 ) -> None:
-    """Of equal tokens those with the lowest ids are kept."""
+    """The lowest ids are kept of equal tokens."""
     samples = samples_of([SamplingParams(temperature=1.0, seed=1, **filters)] * 16)
     logits_RV = logits_V.expand(16, 8).contiguous()
     assert {output.token_ids[0] for output in sample(logits_RV, samples).fetch()} == kept
@@ -103,7 +103,7 @@ def test_every_kept_token_is_drawn_and_no_other(
 
 
 def test_a_strided_view_is_read_where_it_lies() -> None:
-    """As logits are, of a vocabulary padded for its ranks."""
+    """Logits of a vocabulary that is padded for its ranks are such a view."""
     wide = torch.randn(3, 100, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     params = [SamplingParams(temperature=0.0)] * 3
     assert drawn(wide[:, :90], samples_of(params)) == wide[:, :90].argmax(dim=1).tolist()

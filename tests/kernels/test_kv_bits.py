@@ -21,8 +21,8 @@ SMALL = Tile(rows=32, positions=16, warps=2, stages=2)
 
 
 class RoundedPages(Pages):
-    """What no row may see has scales that are NaN, or a large number in e4m3. `k_cache` and `v_cache` are what the
-    stored keys and values stand for."""
+    """Pages whose unread places have scales of NaN, or large numbers in e4m3. `k_cache` and `v_cache` are the values
+    that the stored keys and values stand for."""
 
     def __init__(self, rows: list[tuple[int, int]], kind: torch.dtype, **shape: Any) -> None:
         super().__init__(rows, **shape)

@@ -60,7 +60,7 @@ LENGTHS = ((300, 5, 17), (1, 290, 16), (40, 40, 300), (300, 300, 300))
 
 @pytest.mark.parametrize("window", [None, 50])
 def test_the_same_launches_serve_other_lengths(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a graph holds: the launches' arguments, by address. Contexts are split as on a large device."""
+    """A graph holds the launches' arguments, by address. Contexts are split as on a large device."""
     step = Step(3, 300)
     backend = PagedAttention(step.storage)
     backend._num_multiprocessors = 8

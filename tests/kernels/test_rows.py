@@ -26,7 +26,7 @@ def test_norm_of_rows(dtype: torch.dtype, rows: int, size: int) -> None:
 
 @pytest.mark.parametrize(("heads", "dim"), [(5, 64), (1, 128), (8, 80)])
 def test_norm_of_heads_inside_a_wider_row(dtype: torch.dtype, heads: int, dim: int) -> None:
-    """As queries and keys are normed where the projection left them."""
+    """Queries and keys are normed where the projection left them."""
     wide = normal(7, 3 * heads * dim, dtype=dtype)
     x_TND = wide[:, heads * dim : 2 * heads * dim].view(7, heads, dim)
     weight_D = normal(dim, dtype=dtype, seed=1)
@@ -67,7 +67,7 @@ def test_gelu_tanh_mul(dtype: torch.dtype, size: int) -> None:
 
 
 def test_a_weight_in_float32_is_multiplied_before_rounding() -> None:
-    """As Gemma's, which is one and a stored number: the sum does not fit into 16 bits."""
+    """Gemma's weight is one and a stored number: the sum does not fit into 16 bits."""
     x_RE = normal(9, 96, dtype=torch.float16)
     weight_E = 1 + normal(96, dtype=torch.float16, seed=1).float() / 64
     for ours, x in ((rms_norm(x_RE, weight_E, EPS), x_RE), (add_rms_norm(x_RE, x_RE, weight_E, EPS)[0], 2 * x_RE)):

@@ -65,7 +65,7 @@ class SwitchedHosts:
         return f"{self._net}.{number}"
 
     def command(self, number: int) -> Sequence[str]:
-        """What runs a command on a host, before the command."""
+        """The words before a command that run it on a host."""
         inside = ("ip", "netns", "exec", self._names[number - 1])  # in a mount namespace of its own, too
         if self._shadowed is None:
             return inside

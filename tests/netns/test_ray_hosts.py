@@ -105,7 +105,7 @@ class RayHosts:
             process.wait()
 
     def end_pod(self, number: int) -> None:
-        """What runs on a host ends as a pod of its pool does: the manifest's preStop hook, SIGTERM, SIGKILL."""
+        """Ends a host's processes as Kubernetes ends a pod: the manifest's preStop hook, SIGTERM, SIGKILL."""
         command = pool_group(POOLS[number])["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"][
             "command"
         ]
@@ -152,7 +152,7 @@ def pool_group(pool: str) -> dict[str, Any]:
 
 
 def ray_ports(pool: str) -> dict[str, int]:
-    """Of a pool's Ray nodes, as the manifests name them."""
+    """The ports of a pool's Ray nodes, as the manifests name them."""
     parameters = pool_group(pool)["rayStartParams"]
     return {name: int(value) for name, value in parameters.items() if name.endswith("-port")}
 
@@ -187,7 +187,7 @@ def text(gateway: Deployed) -> str:
 
 
 def pids(gateway: Deployed) -> dict[str, int]:
-    """Of the workers that serve."""
+    """The processes of the workers that serve."""
     return {
         one["worker_id"]: one["info"]["process_id"] for one in gateway.status()["workers"] if one["state"] == "ready"
     }

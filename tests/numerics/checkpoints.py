@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 
 SWIGLU_LIMIT = 1.0 if Version(transformers.__version__) >= Version("5.23") else 7.0
-"""Of gpt-oss. Earlier versions, of which the GPU machine has one, ignore the checkpoint's."""
+"""The limit of gpt-oss. Earlier versions, which the GPU machine has, ignore the checkpoint's."""
 
 VOCAB_SIZE = 160
 MAX_POSITIONS = 256

@@ -42,7 +42,7 @@ def _layer(name: str, num_inputs: int) -> dict[str, tuple[int, ...]]:
 
 
 def make_eagle3(folder: Path, *, speculators: bool = False, seed: int = 3) -> Tensors:
-    """As SafeAILab publishes it, or vLLM's speculators. Returned under the former's names."""
+    """A head as SafeAILab publishes it, or vLLM's speculators. Returned under the former's names."""
     shapes = {
         "fc.weight": (HIDDEN, 3 * HIDDEN),
         "midlayer.hidden_norm.weight": (HIDDEN,),

@@ -45,7 +45,7 @@ def with_zeros(bits: int, group_size: int, num_outputs: int, num_inputs: int) ->
 
 
 def two_levels(bits: int, group_size: int, num_outputs: int, num_inputs: int, *, signed: bool) -> QuantisedWeight:
-    """As the K-quants have them: with a minimum, or (`signed`) with a zero."""
+    """Scales of two levels as in the K-quants: with a minimum, or (`signed`) with a zero."""
     per_block = 256 // group_size
     blocks = -(-num_inputs // 256)
     shape = num_outputs, blocks * per_block

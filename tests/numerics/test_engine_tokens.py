@@ -53,7 +53,7 @@ PAIRS = [(1, 16, PLENTY), (1, 512, SCARCE), (2, 16, SCARCE), (2, 512, PLENTY)]
 """Every two of: ranks, tokens of a chunk, blocks."""
 SOME = {"llama3": PAIRS, "mistral": PAIRS}  # the windows of the latter free blocks
 FEW = [(2, 16, PLENTY)]
-"""Of other families: the ways are the engine's, not the family's. One rank is in test_every_family.py."""
+"""Other families need only this one: the ways are the engine's. One rank is in test_every_family.py."""
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def _continued(
     cuts: Sequence[int],
     group: TensorParallel,
 ) -> dict[str, tuple[PagedRun, torch.Tensor]]:
-    """What this rank makes of the tokens, behind the KV that all ranks of another worker have."""
+    """This rank's logits of the tokens, after the KV of all ranks of another worker."""
     found = {}
     for family, (folder, _) in known.items():
         run = PagedRun(load_model(folder, parallel=group, packed=True), fused=True)

@@ -118,7 +118,7 @@ def test_what_compiled_layers_cannot_do_runs_layer_by_layer(tmp_path: Path) -> N
 def test_weights_side_by_side_give_the_same_bits(
     tmp_path: Path, family: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the projections of a layer have different encodings; the gate is a pass of its own then."""
+    """The projections of a layer have different encodings; the gate is a pass of its own then."""
     monkeypatch.setattr(LayerContext, "matrix", side_by_side)
     decoder = packed(tmp_path, family, **overrides)
     runs = [PagedRun(decoder, fused=fused) for fused in (False, True)]
@@ -135,7 +135,7 @@ def side_by_side(context: LayerContext, share: WeightShare, *, gated: bool = Fal
 
 
 def test_nothing_is_compiled_for_an_attention_that_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: its workers neither wait for a compiler nor warn that there is none."""
+    """Workers with such an attention, as on a GPU, neither wait for a compiler nor warn that there is none."""
     decoder = packed(tmp_path, "llama")
     monkeypatch.setattr("workers.runner.fused_layers.native", lambda _: pytest.fail("the CPU's kernels were asked for"))
     assert PagedRun(decoder, attention="reference", fused=True).through is None

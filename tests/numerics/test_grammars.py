@@ -232,7 +232,7 @@ def test_a_grammar_that_unfolds_too_far_is_told_the_limit(served: tuple[Path, An
 def test_a_mask_that_takes_too_long_ends_its_request_and_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as there are threads: the next ones have others. Who comes with the same grammar ends at once."""
+    """Such requests take all threads; the next ones have others. A request with the same grammar ends at once."""
     write_tokenizer(tmp_path)
     go_on, begun, ready, make = threading.Event(), threading.Semaphore(0), threading.Event(), GuidanceGrammars._mask
 

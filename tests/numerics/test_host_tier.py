@@ -1,4 +1,4 @@
-"""What a small cache has evicted comes back from the host bit for bit, on every rank, and changes no answer."""
+"""Blocks that a small cache has evicted come back from the host bit for bit, on every rank, and change no answer."""
 
 from __future__ import annotations
 

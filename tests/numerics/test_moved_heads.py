@@ -42,7 +42,7 @@ def config(target: Path, speculate: str = "off", **changes: Any) -> WorkerConfig
 
 
 class Drafts:
-    """What a proposer of an engine drafts after each known length of a sequence."""
+    """The drafts of an engine's proposer after each known length of a sequence."""
 
     def __init__(self, engine: Any) -> None:
         *_, self._proposer = engine.scheduler.speculation._proposers
@@ -167,7 +167,7 @@ def test_blocks_of_a_worker_without_the_head_are_left_out(
 def test_blocks_of_a_head_whose_kv_cannot_move_are_left_out(
     target: Path, head: str, alone: tuple[list[int], dict[int, tuple[int, ...]]]
 ) -> None:
-    """As of one whose heads ranks cannot cut as the model's: layouts name no head then."""
+    """Ranks cannot cut this head's heads as the model's: layouts name no head then."""
     tokens, _ = alone
     with disaggregated(config(target), config(target)) as (first, then):
         then.engine.pool.head_stays = True

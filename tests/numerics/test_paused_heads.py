@@ -33,7 +33,7 @@ def pause(engine: Engine, num_steps: int = 10**6) -> None:
 
 
 def lengths(drafts: Drafts) -> list[int]:
-    """Of the sequence where something was drafted."""
+    """The lengths of the sequence at which something was drafted."""
     return [length for length, ids in drafts.after.items() if ids]
 
 

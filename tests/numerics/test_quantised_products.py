@@ -50,7 +50,7 @@ FORMS = (
 
 
 def rounded(weight: QuantisedWeight, x_TI: torch.Tensor) -> torch.Tensor:
-    """As the kernels round activations, a scale for each step that a group of columns fills; float64."""
+    """Activations rounded as by the kernels, a scale for each step that a group of columns fills; float64."""
     group = weight.group_size
     if group >= weight.num_columns:
         group = 32
@@ -72,7 +72,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, sizes: torch.Tenso
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_product_is_the_exact_one(form: str, dtype: torch.dtype) -> None:
-    """Of the rounded activations in bfloat16, of the activations themselves in float32."""
+    """The product of the rounded activations in bfloat16, of the activations themselves in float32."""
     for num_outputs, num_inputs in SHAPES:
         weight = of_form(form, num_outputs, num_inputs)
         assert can_pack(weight, dtype)
@@ -226,7 +226,7 @@ def test_int8_activations_are_rounded_as_the_checkpoint_says(rounding: Activatio
 
 @pytest.mark.parametrize("num_inputs", [65_504, 65_536])
 def test_the_largest_sum_of_integers_fits(num_inputs: int) -> None:
-    """Of as many inputs as one sum of 32 bits takes, and of more: those are summed up in pieces."""
+    """As many inputs as one sum of 32 bits takes, and more, which are summed in pieces."""
     rounding = ActivationRounding(levels="int8", scale=1.0)
     codes = torch.full((16, num_inputs), 255, dtype=torch.uint8)
     scale = GroupValues(value_OB=torch.ones(16, 1))
@@ -238,7 +238,7 @@ def test_the_largest_sum_of_integers_fits(num_inputs: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", [*FORMS, "IQ4", "NF4", "E4M3"])
 def test_rows_can_be_read_where_they_are_packed(form: str, dtype: torch.dtype) -> None:
-    """Those of an embedding that a head is tied to: the same numbers."""
+    """A head that is tied to an embedding reads such rows, with the same numbers."""
     tables = {"IQ4": IQ4, "NF4": NF4, "E4M3": E4M3.nan_to_num(0.0)}
     for num_outputs, num_inputs in ((33, 320), (17, 50)):
         if form in tables:
@@ -274,7 +274,7 @@ def test_outliers_are_multiplied_as_they_are(gated: bool, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_of_weights_that_share_the_inputs_are_added_up(dtype: torch.dtype) -> None:
-    """As EXL2's: each number of bits has inputs of its own, anywhere in the row."""
+    """Each number of bits of EXL2 has inputs of its own, anywhere in the row."""
     num_outputs, num_inputs = 40, 320
     order_I = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(1))
     weights = [

@@ -52,7 +52,7 @@ MESSAGES = Messages(
     | dict.fromkeys(("run", "sum", "refuse"), tuple[()])
     | {"note": tuple[int | bytes | tuple[int, ...], ...]}
 )
-"""What these tests have followers do besides."""
+"""Operations of followers in these tests."""
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def following(
 
 
 def followers(group: TensorParallel) -> Any:
-    """Of a leader whose operations are those of MESSAGES."""
+    """Followers of a leader whose operations are those of MESSAGES."""
     return Leader(group, MESSAGES).followers
 
 
@@ -222,7 +222,7 @@ def test_a_refusal_on_a_follower_is_not_the_end() -> None:
 
 
 def test_a_follower_that_takes_nothing_is_a_fault_after_the_timeout() -> None:
-    """As one does that was stopped, or killed in the moment of a message to it."""
+    """The follower was stopped, or killed at the moment of a message to it."""
     with groups(2, timeout_s=0.5) as (first, _), pytest.raises(WorkerLost):
         followers(first).note(bytes(64 << 20))  # more than fits the connection's buffers
 

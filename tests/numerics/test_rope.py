@@ -62,7 +62,7 @@ def checkpoint_of(name: str, checkpoint: Checkpoint) -> tuple[Path, Any]:
 
 @torch.no_grad()
 def incremental(oracle: Any, tokens: list[int], prompt_len: int) -> torch.Tensor:
-    """What transformers' `generate` computes: the prompt in one piece, then token by token over its cache."""
+    """The logits of transformers' `generate`: the prompt in one piece, then token by token over its cache."""
     out = oracle(torch.tensor([tokens[:prompt_len]]), use_cache=True)
     logits = [out.logits[0]]
     for token in tokens[prompt_len:]:
@@ -116,7 +116,7 @@ def test_the_old_form_of_the_config_means_the_same(
 
 @torch.no_grad()
 def test_the_original_length_may_stand_beside_the_parameters(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """As Phi-3 writes it; transformers lets it win over the one inside."""
+    """Phi-3 writes it so; transformers prefers it to the one inside."""
     folder, _ = checkpoint_of("longrope", checkpoint)
     config = json.loads((folder / "config.json").read_text())
     config["original_max_position_embeddings"] = 24

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def on_ranks(size: int, program: Callable[[TensorParallel], T]) -> list[T]:
-    """What each rank's run of `program` returns, in rank order."""
+    """The result of `program` on each rank, in rank order."""
     store = HashStore()
 
     def run(rank: int) -> T:
@@ -65,7 +65,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(
 
 
 def test_sums_made_in_halves_are_the_same_sums(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of long steps on a GPU: some of these are long enough to overlap, some are not."""
+    """Some of these steps are long enough to overlap, as on a GPU, some are not."""
     monkeypatch.setattr("workers.models.layers.linear_layers.OVERLAPPED_TOKENS", 10)
     folder, oracle = checkpoint("llama", attention_bias=True)
     tokens = random_tokens(41)

@@ -23,7 +23,7 @@ from workers.worker_config import WorkerConfig
 
 
 def stored(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As they are read from a file, in float32."""
+    """The stored tensors, read from a file in float32."""
     save_file(tensors, folder / "head.safetensors")
     read = load_file(folder / "head.safetensors")
     return {name: one.float() if one.is_floating_point() else one for name, one in read.items()}
@@ -66,7 +66,7 @@ def heads_config(speculate: str) -> WorkerConfig:
 
 
 def acceptance(engine: Engine) -> tuple[float, float]:
-    """Of first drafts, and of all."""
+    """The acceptance of first drafts, and of all."""
     speculation = engine.scheduler.speculation
     assert speculation is not None
     (counts,) = speculation.counts.sources.values()

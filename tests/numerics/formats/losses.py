@@ -1,4 +1,4 @@
-"""What the demo model forgets in each format: held-out nats a token, in float32 and as served in bfloat16.
+"""The loss of the demo model in each format: held-out nats a token, in float32 and as served in bfloat16.
 
     python -m tests.numerics.formats.losses            the table of docs/quantisation.md
 

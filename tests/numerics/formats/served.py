@@ -24,7 +24,7 @@ from workers.weights.registry import encodings_of, open_source
 
 Encoded = tuple[dict[str, torch.Tensor], torch.Tensor]
 Encode = Callable[[str, torch.Tensor], Encoded | None]
-"""Of a layer's name and float weight [O, I]: the stored tensors by suffix, and the weight that they stand for; None
+"""From a layer's name and float weight [O, I] to the stored tensors by suffix and the weight that they stand for; None
 leaves the layer in floating point."""
 
 

@@ -41,7 +41,7 @@ def test_every_bit_of_random_blocks_is_read_as_the_layout_says(kind: str) -> Non
 
 
 class _NothingFromTheHost(TorchDispatchMode):
-    """What a CUDA graph of a decode step demands: a tensor made of numbers of Python's is a copy from the host."""
+    """Raises where a tensor is copied from the host, which the CUDA graph of a decode step forbids."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten.lift_fresh.default, "a tensor is made of numbers of the host"

@@ -19,7 +19,7 @@ from workers.models.loader import load_model
 
 DEMO = Path(__file__).resolve().parents[3] / "demo" / "model"
 TEXTS = 6
-"""Of each kind of held-out text."""
+"""texts of each held-out kind"""
 NUM_BLOCKS = 160
 
 

@@ -1,4 +1,4 @@
-"""What a quantised model takes while it is loaded and afterwards: `/proc/self/status` is read all the while."""
+"""The memory of a quantised model while it is loaded and afterwards, by `/proc/self/status`."""
 
 from __future__ import annotations
 

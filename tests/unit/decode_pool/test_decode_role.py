@@ -98,7 +98,7 @@ def test_it_waits_for_the_last_block() -> None:
 
 
 def test_a_request_that_was_given_more_than_one_token_goes_on_after_them() -> None:
-    """As after the loss of another pair: what was said so far is part of what is read."""
+    """After the loss of another pair the tokens so far are part of the prompt."""
     pair = Pair()
     said = expected(prompt(6))[:3]
     ticket = pair.reserve("r", prompt(6) + said)

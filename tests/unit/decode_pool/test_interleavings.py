@@ -56,7 +56,7 @@ class TwoPools(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def ask_again_with_a_newer_generation(self, number: int) -> None:
-        """What the older one sent, or still will, must not be taken for the newer one's."""
+        """Messages of the older generation must not be taken for the newer one's."""
         if number in self.asked and self.asked[number].ticket_id not in self.handed_over:
             older = self.asked[number]
             self.pair.prefill.engine.abort([older.ticket_id])

@@ -86,7 +86,7 @@ class Pool:
         return ticket
 
     def go_on(self, request_id: str, ticket: Ticket) -> None:
-        """What a gateway does when it hears MOVED: the rest is the new worker's."""
+        """The gateway hears MOVED: the new worker makes the rest."""
         asked = self.asked[request_id]
         self.new.engine.submit(replace(asked, output_ids=self.old.tokens[request_id], ticket=ticket), self.now)
 

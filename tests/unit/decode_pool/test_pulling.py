@@ -206,7 +206,7 @@ def test_of_a_chain_whose_beginning_another_request_loads_every_block_is_pushed_
 
 
 def test_a_load_that_is_over_at_once_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU, where nothing more is told of a load that was settled first."""
+    """On a CPU a load may settle before anything is reported."""
     pool = Pulling(host_slots=40)
     pool.evict()
     copies = pool.old.copies

@@ -24,7 +24,7 @@ NUMBERS = st.integers(0, len(PROMPTS) - 1)
 
 
 class TwoWriters(RuleBasedStateMachine):
-    """What a gateway would do, it does: whoever hears MOVED goes on elsewhere, whoever pulls reads."""
+    """Acts as the gateway: a client that hears MOVED goes on elsewhere, a puller reads."""
 
     @initialize(patience=st.integers(0, 3))
     def begin(self, patience: int) -> None:
@@ -73,7 +73,7 @@ class TwoWriters(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def pull(self, number: int) -> None:
-        """What was cut off by an eviction, or is not there at all, is read."""
+        """Reads tokens that an eviction cut off or that were never cached."""
         self.attempts += 1
         name, known = f"{self.attempts}-pulls", PROMPTS[number]
         asked = ReserveRequest(

@@ -1,4 +1,4 @@
-"""What the demo model reads: nothing held out leaks into training, and answers are worth giving."""
+"""Nothing held out leaks into the demo model's training, and its answers are worth giving."""
 
 from __future__ import annotations
 

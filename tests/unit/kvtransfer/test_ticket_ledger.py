@@ -1,4 +1,4 @@
-"""What the ledger promises: one owner a block, no message of the past is believed, nothing is kept past its lease."""
+"""One owner a block, no message of the past is believed, nothing is kept past its lease."""
 
 from __future__ import annotations
 

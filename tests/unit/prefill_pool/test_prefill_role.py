@@ -408,7 +408,7 @@ def test_a_prompt_whose_lane_is_full_is_pushed_when_there_is_room() -> None:
 def test_a_chunk_is_hidden_as_long_as_its_prompt_is_computed(
     completed_s: float | None, ended_s: float, hidden_s: float
 ) -> None:
-    """Of two seconds on the lane."""
+    """Two seconds on the lane."""
     ticket = Pair().reserve("r", prompt(4))
     session = Session(ticket, max_chunk_blocks=1)
     chunk = session.next_chunk(4, complete=True)

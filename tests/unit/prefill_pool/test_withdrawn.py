@@ -29,7 +29,7 @@ def test_kv_of_a_request_that_has_gone_makes_room_on_its_lane() -> None:
 
 
 def test_what_had_left_before_its_request_went_is_counted() -> None:
-    """As after every answer: its gateway ends it here once the other worker has answered."""
+    """A gateway ends a request here once the other worker has answered."""
     pair = Pair(chunk_blocks=1)
     pair.post.holding = True
     pair.start("r", prompt(12))

@@ -62,7 +62,7 @@ def test_defaults_are_those_that_are_written() -> None:
 
 
 def test_a_value_has_fields_of_its_own_alone() -> None:
-    """Those it inherited would be there, and `dataclasses` and orjson would leave them out."""
+    """Inherited fields would be there, and `dataclasses` and orjson would leave them out."""
     with pytest.raises(TypeError, match="_Deeper derives from another value"):
 
         class _Deeper(_Point, frozen=True, kw_only=True):

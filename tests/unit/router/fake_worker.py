@@ -205,7 +205,7 @@ class FakeWorker:
         return self.role is WorkerRole.PREFILL and ticket is not None and ticket.destination != self.info().lane
 
     def token(self, request: GenerateRequest, index: int) -> int:
-        """Of the output; for a test to make it depend on more."""
+        """The token of the output at `index`; tests override it."""
         return token_at(request.prompt_ids, index)
 
     def _store(self, request: GenerateRequest) -> None:

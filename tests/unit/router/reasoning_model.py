@@ -54,7 +54,6 @@ def tagged() -> Tokenizer:
 
 
 def reasoning_model(template: str = HYBRID, name: str = "qwen3") -> dict[str, Any]:
-    """What `make_gateway` takes."""
     tokenizer = tagged()
     made = ChatTemplate(template, named_tokens=tokenizer.named_tokens, added_tokens=tokenizer.added_tokens)
     form = format_of(made.tool_source)

@@ -1,4 +1,4 @@
-"""What browsers and proxies need: permission across origins, and a sign of life while a prompt is read."""
+"""Browsers and proxies need permission across origins, and a sign of life while a prompt is read."""
 
 from __future__ import annotations
 

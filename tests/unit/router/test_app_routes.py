@@ -1,4 +1,4 @@
-"""What an HTTP client meets besides OpenAI's API: health, metrics, bad requests of every kind, and going away."""
+"""The HTTP face besides OpenAI's API: health, metrics, bad requests of every kind, and going away."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ async def test_the_bodies_are_documented() -> None:
 
 
 def check_format(shown: str) -> None:
-    """As Prometheus' own tool sees it, where it is installed."""
+    """Prometheus' own tool checks the format where it is installed."""
     if promtool := shutil.which("promtool"):
         command = [promtool, "check", "metrics"]
         checked = subprocess.run(command, input=shown, capture_output=True, text=True, check=False)

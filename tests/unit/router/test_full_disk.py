@@ -25,7 +25,7 @@ from tests.unit.router.scripted import Crew, Scripted, make_gateway, saying, ser
 
 
 def resize(database: Database, num_pages: int) -> None:
-    """As many pages as the database may have: with too few, SQLite says that the disk is full."""
+    """The most pages that the database may have: with too few, SQLite says that the disk is full."""
     with database.reading() as transaction:
         transaction.run(f"PRAGMA max_page_count = {num_pages}")
 

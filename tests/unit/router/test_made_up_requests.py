@@ -1,6 +1,6 @@
-"""What schemathesis makes up from /openapi.json, within its bounds and beyond them, is answered as described there. Few
-requests, and the same every time (in processes of their own where there are queries, which differ with PYTHONHASHSEED);
-`make fuzz` makes up others, and what it finds becomes a test here."""
+"""Requests that schemathesis makes up from /openapi.json, within its bounds and beyond them, are answered as described
+there. Few requests, and the same every time (in processes of their own where there are queries, which differ with
+PYTHONHASHSEED); `make fuzz` makes up others, and its findings become tests here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What flaps, or what others keep writing, is logged when it changes, and then once a minute."""
+"""A flapping state is logged when it changes, and then once a minute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a timeline shows of an engine's steps, and that it keeps nothing, and reads no clock, while nobody asks."""
+"""A timeline shows an engine's steps, and keeps nothing and reads no clock while nobody asks."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class ToyRunner:
         return self._grammars.allowed(request_id, sample)
 
     def _logprobs(self, token_id: int, num_top: int) -> Logprobs:
-        """Of a distribution in which `token_id` is the best and the ids after it follow, each half as likely."""
+        """A distribution in which `token_id` is the best and the ids after it follow, each half as likely."""
         best = TokenLogprob(token_id=token_id, logprob=float(np.log(0.5)))
         top = (
             TokenLogprob(token_id=(token_id + k) % self._vocab_size, logprob=float(np.log(0.5) * (k + 1)))

@@ -1,4 +1,4 @@
-"""What the router's benchmark counts: every event of a stream, wherever a read ends."""
+"""The router's benchmark counts every event of a stream, wherever a read ends."""
 
 from __future__ import annotations
 

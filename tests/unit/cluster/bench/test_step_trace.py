@@ -145,5 +145,4 @@ async def test_a_file_that_cannot_be_written_is_said_before_the_load() -> None:
 
 
 def plain(spans: Sequence[Span]) -> Any:
-    """As JSON brings them."""
     return orjson.loads(orjson.dumps(spans))

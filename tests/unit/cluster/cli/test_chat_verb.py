@@ -144,7 +144,7 @@ def test_a_cut_off_answer_says_so() -> None:
 
 
 def typing(monkeypatch: pytest.MonkeyPatch, *typed: str | type[BaseException]) -> None:
-    """What a person does at the prompt, which then sees Ctrl-D."""
+    """Types lines at the prompt, then Ctrl-D."""
     lines = iter(typed)
 
     def line(_: str) -> str:

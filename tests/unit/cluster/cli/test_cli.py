@@ -33,7 +33,7 @@ def run(*arguments: str) -> str:
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a person reads on stderr when settings are wrong."""
+    """The text on stderr when settings are wrong."""
     monkeypatch.setattr(sys, "argv", ["baton", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()

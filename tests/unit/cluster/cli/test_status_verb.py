@@ -75,7 +75,7 @@ def crew() -> Crew:
 
 
 async def ask(fleet: Crew, *flags: str) -> str:
-    """What the command prints in front of a gateway's real HTTP face."""
+    """The output of the command with a gateway's real HTTP face."""
     async with serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url:
         arguments = ["status", "--url", url, *flags]
         result = await asyncio.to_thread(CliRunner(env={"COLUMNS": "200"}).invoke, make_app(arguments), arguments)
@@ -270,7 +270,7 @@ async def test_nothing_is_shown_of_what_is_not_there() -> None:
 
 @pytest.mark.parametrize("width", [30, 60, 80, 120])
 async def test_a_narrow_terminal_breaks_no_name(width: int) -> None:
-    """What does not fit is left out, which is said, or told line by line."""
+    """Columns that do not fit are left out with a note, or printed line by line."""
     fleet = crew()
     first, *others = fleet.workers
     fleet.workers = (replace(first, address="10.120.130.140:45678", state="lost", reason="nobody there"), *others)

@@ -1,4 +1,4 @@
-"""What a roll changes of the configuration, and the name that this gets."""
+"""The configuration after a roll, and its name."""
 
 from __future__ import annotations
 

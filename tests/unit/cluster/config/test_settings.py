@@ -1,4 +1,4 @@
-"""What people write wrong in a file or in flags is named, with the way to mend it."""
+"""Errors in a settings file or flags name the value and the fix."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Model:
 
 
 async def read(generate: Cutoff) -> tuple[list[TokenDelta], str]:
-    """What a client sees: tokens, and an error's message; it can go on afterwards."""
+    """The tokens of a client, and its error's message; it can go on afterwards."""
     seen: list[TokenDelta] = []
     try:
         async with aclosing(generate(JOB)) as deltas:

@@ -166,7 +166,7 @@ async def test_the_planner_waits_for_the_end_of_a_roll_and_orders_at_once_then()
 
 
 async def test_a_decision_of_a_flip_and_a_start_flips_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a change of numbers it would drain one worker and start two."""
+    """A change of numbers would drain one worker and start two."""
 
     def grown(*_: object, now: float, **__: object) -> FleetDecision:
         return FleetDecision(

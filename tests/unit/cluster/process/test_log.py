@@ -1,4 +1,4 @@
-"""What a verb says on stdout while it serves: whoever reads that may go, and the verb goes on."""
+"""The reader of a serving verb's stdout may go, and the verb goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker's ranks tell, made one: who is listened to, and which of several reasons is given."""
+"""The states of a worker's ranks become one: which rank counts, and which of several reasons is given."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from protos.values import WorkerRole
 
 
 class Gpus:
-    """What Ray has; a group takes the first that is free."""
+    """Ray's GPUs; a group takes the first that is free."""
 
     def __init__(self, count: int) -> None:
         self.free = [str(number) for number in range(count)]

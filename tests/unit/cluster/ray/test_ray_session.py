@@ -1,4 +1,4 @@
-"""What `baton up` does about a Ray that is not there, or does not come up. Nothing here starts one."""
+"""`baton up` with a Ray that is absent or does not come up. Nothing here starts Ray."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_that_nobody_listens_is_said_before_ray_tries_for_minutes(
 async def test_a_client_for_which_ray_started_no_server_tries_again(
     num_failures: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As Ray's client says it (2.60), when the server that its port forked hangs."""
+    """Ray's client (2.60) raises this when the server that its port forked hangs."""
     trials = 0
 
     def init(**_: object) -> None:

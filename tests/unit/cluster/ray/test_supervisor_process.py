@@ -1,4 +1,4 @@
-"""What the supervisor's process sends its parent. Nothing here starts Ray."""
+"""Messages of the supervisor's process to its parent. Nothing here starts Ray."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def sessions(
 
 
 def run(*faults: str, workload: str = "poisson", **more: Any) -> tuple[SimulationOutcome, list[str]]:
-    """What came of 25 requests within a second or two, and the event log."""
+    """The fates of 25 requests within a second or two, and the event log."""
     lines: list[str] = []
     asked = sessions(workload, num=25, rate=20.0)
     outcome = simulate(

@@ -93,7 +93,7 @@ class Stage:
         await self._apply("close")
 
     async def check_health(self, address: str) -> None:
-        """As the test says; when it says nothing, nobody looks."""
+        """The test decides the health; nobody looks unless it does."""
         if (error := await self.beats.get()) is not None:
             raise error
 
@@ -141,7 +141,7 @@ async def start(stage: Stage, supervisor: Supervisor) -> asyncio.Task[None]:
 
 
 def adopting(stage: Stage, life: Life, *, serves: bool) -> Supervisor:
-    """Of a supervisor before it that has launched decode-0."""
+    """A supervisor that adopts decode-0, which an earlier supervisor launched."""
     life.serve("h:5")
     info = WorkerInfo(
         worker_id="decode-0", incarnation=7, role=PLANS[1].role, model="m", address="h:5", layout=LAYOUT,

@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything starts, with the value and what would do."""
+"""A configuration that cannot work is refused before anything starts, with the value and the fix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS = Path(DEMO["model"]).parent
 
 
 def refused(tmp_path: Path, free_bytes: int = 8 * GIB, **settings: Any) -> str:
-    """What it says; "" when it may start. This machine has no GPU."""
+    """The refusal; "" when it may start. This machine has no GPU."""
     try:
         check_feasible(
             make_config({"model": DEMO["model"]} | settings), free_bytes=lambda: free_bytes, devices=tmp_path

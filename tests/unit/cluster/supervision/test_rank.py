@@ -1,4 +1,4 @@
-"""What a rank has claimed of its host is there for others when nothing comes of it."""
+"""Claims of a rank on its host are free again when its start fails."""
 
 from __future__ import annotations
 

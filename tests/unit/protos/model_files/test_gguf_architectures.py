@@ -1,4 +1,4 @@
-"""What a GGUF file's keys, and their absence, mean for each architecture."""
+"""The meaning of a GGUF file's keys, and of their absence, for each architecture."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from protos.model_files.gguf.types import TENSOR_TYPES, UNSERVED_TYPES
 from tests.gguf_writer import Stored, write_gguf, write_shards
 
 ROOM_BYTES = 2**20
-"""What a reader may take beside twice the file: its own modules' and the interpreter's."""
+"""bytes beside twice the file: the reader's own modules and the interpreter"""
 
 
 def test_types_have_the_names_and_sizes_of_llama_cpp() -> None:

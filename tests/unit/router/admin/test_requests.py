@@ -1,4 +1,4 @@
-"""What an operator can ask of requests: over HTTP, with real workers' protocol below and nothing made up between."""
+"""An operator's questions about requests: over HTTP, with the real protocol of workers."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def of_400(name: str) -> int:
 
 
 def of_about_300(name: str) -> int:
-    """Of an answer that a model ends: 6.6 begin a second."""
+    """Answers that the model ends: 6.6 begin a second."""
     return 1 + int(random.Random(name).expovariate(1 / 300))
 
 
@@ -103,8 +103,8 @@ async def fates(
     returns: bool = False,
     **settings: Any,
 ) -> list[Fate]:
-    """What becomes of the requests of `arrivals` (the pause before each, its tenant, its prompt tokens). With `returns`
-    a refused one comes once more, after its `Retry-After`."""
+    """The fates of the requests of `arrivals` (the pause before each, its tenant, its prompt tokens). With `returns` a
+    refused request comes once more, after its `Retry-After`."""
     gate = admission(pool, **settings)
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""What a gateway may give to workers before work waits in its own line."""
+"""The work that a gateway may give to workers before more waits in its own queue."""
 
 from __future__ import annotations
 

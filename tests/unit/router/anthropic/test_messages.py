@@ -178,7 +178,7 @@ async def test_the_same_prompt_has_the_same_tokens_as_in_a_chat() -> None:
     ],
 )
 async def test_the_reason_for_the_end_is_named(changes: dict[str, Any], ending: tuple[str, str | None]) -> None:
-    """As Claude Code sends it, max_tokens may be more than the context holds."""
+    """Claude Code may send more max_tokens than the context holds."""
     text = "naïve café 🙂" * (100 if changes.get("max_tokens") == 10_000 else 1)
     async with asking(saying(text)) as (http, _):
         whole = (await send(http, **changes)).json()

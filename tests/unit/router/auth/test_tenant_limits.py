@@ -1,4 +1,4 @@
-"""What a tenant may ask for a minute and at once."""
+"""Limits of a tenant: requests and tokens a minute, and requests at once."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Browser:
 
 
 class Tab:
-    """What somebody does in a tab. `troubles`: errors of its console, with those of the security policy."""
+    """A tab of the browser. `troubles`: errors of its console, with those of the security policy."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser = browser

@@ -333,7 +333,6 @@ async def test_lanes_are_a_map_that_can_be_read_by_keyboard(browser: Browser, cl
 
 
 def sold() -> Iterator[LedgerRow]:
-    """What two tenants used, to be drawn."""
     for tenant, requests, usd in (("acme", 40, 0.077), ("search", 12, 0.0125)):
         for number in range(requests):
             yield LedgerRow(

@@ -147,7 +147,6 @@ async def test_the_metrics_it_reads_are_told(cluster: Cluster) -> None:
 
 
 async def node(*arguments: str) -> str:
-    """What it writes."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec("node", *arguments, stdout=pipe, stderr=pipe)
     said, trouble = await process.communicate()
@@ -173,7 +172,7 @@ def shown(lines: list[str]) -> list[str]:
 
 
 async def story(cluster: Cluster, writer: str, directory: Path, href: str = "") -> dict[str, list[str]]:
-    """What somebody sees, step by step, who comes when one request has ended and `writer` runs another."""
+    """The pages of a visitor who comes when one request has ended and `writer` runs another."""
     if shutil.which("node") is None or await node("--print", "typeof fetch") != "function\n":
         pytest.skip("there is no node that has fetch, in which the page's script would run: version 18 does")
     (directory / "tenants.toml").write_text(TENANTS)

@@ -81,7 +81,7 @@ class Answers:
 
 
 def whole(pieces: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of what a choice came in: all that a client keeps of it."""
+    """All parts of a choice that a client keeps."""
     logprobs = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
     return {
         "text": "".join(piece["text"] for piece in pieces),
@@ -116,7 +116,7 @@ async def dies(cluster: Cluster, worker_id: str) -> None:
 
 
 async def hangs(cluster: Cluster, worker_id: str) -> None:
-    """As SIGSTOP does: it does not say a word any more, nor that it is well."""
+    """The worker is stopped as by SIGSTOP: no message and no sign of health."""
     cluster[worker_id].healthy = False
 
 

@@ -12,7 +12,7 @@ from tests.unit.router.fake_worker import logprob
 
 
 def update(*token_ids: int, prompt: int = 0, said: int = 0, cached: int = 0) -> SequenceUpdate:
-    """Of `token_ids`, with the prompt's log-probabilities from position `said` to `prompt`."""
+    """An update with `token_ids`, with the prompt's log-probabilities from position `said` to `prompt`."""
     return SequenceUpdate(
         request_id="r",
         token_ids=token_ids,

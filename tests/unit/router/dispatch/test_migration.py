@@ -212,7 +212,7 @@ async def test_a_sequence_whose_new_worker_drains_too_moves_again(make: Callable
 
 
 async def test_tokens_said_together_with_the_word_that_it_moves_are_not_lost(make: Callable[..., Cluster]) -> None:
-    """As a reader hears it who was too slow to take them before."""
+    """A slow reader gets the tokens together with MOVED."""
     cluster = make()
     await cluster.add("c0", "c1")
     client = Client(cluster)

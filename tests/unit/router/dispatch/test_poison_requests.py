@@ -30,7 +30,7 @@ class Worker:
     num_deaths: int = 0
 
     async def serve(self, name: str) -> str:
-        """What a dispatcher does for a job: "done", or "condemned"."""
+        """The fate of a job: "done", or "condemned"."""
         crashes = CrashHistory()
         try:
             while True:

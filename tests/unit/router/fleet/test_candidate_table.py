@@ -1,4 +1,4 @@
-"""What the fleet offers to policies: the columns follow every change, and say what would be found for each worker."""
+"""The columns of policies follow every change of the fleet and equal those computed anew for each worker."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_block_sizes_are_those_of_the_workers_there_are() -> None:
 
 @pytest.mark.parametrize("num_writers", [1, 9])
 def test_a_speed_that_others_make_a_difference_is_counted_once(num_writers: int) -> None:
-    """Of a worker that says nothing new, nor does anything."""
+    """The worker reports nothing new and does nothing."""
     offers, now = FleetTable(predictor := Predictor()), 0.0
     readers = [met(f"p{number}", WorkerRole.PREFILL) for number in range(3)]
     for member in (*readers, *(met(f"d{number}", WorkerRole.DECODE) for number in range(num_writers))):

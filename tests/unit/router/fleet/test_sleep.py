@@ -1,4 +1,4 @@
-"""What a gateway knows of a fleet that sleeps."""
+"""The gateway's view of a fleet that sleeps."""
 
 from __future__ import annotations
 

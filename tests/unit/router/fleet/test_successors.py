@@ -20,8 +20,7 @@ LOADING = Successor(role=WorkerRole.COLOCATED, loaded=0.3)
 
 
 class Answer:
-    """Of the only worker, which dies after two tokens of eight. Nothing may wait longer than no time at all, but for
-    a successor."""
+    """The answer of the only worker, which dies after two tokens of eight. Only a successor may be waited for."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

@@ -1,4 +1,4 @@
-"""What an answer must be, as grammars that can be compiled."""
+"""Structures of answers as grammars that can be compiled."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ Processes = list[Any]
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
-    """Those that were started to compile; one at a time does."""
+    """The processes that were started to compile; only one compiles at a time."""
     made: Processes = []
     monkeypatch.setattr(checker, "MAX_AT_ONCE", 1)
     monkeypatch.setattr("subprocess.Popen", lambda *args, **options: made.append(Popen(*args, **options)) or made[-1])
@@ -184,7 +184,7 @@ class Held:
 
 
 async def test_a_grammar_that_takes_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of intersections the library counts the work as one, and does not stop."""
+    """The library counts the work of an intersection as one, and does not stop."""
     monkeypatch.setattr(checker, "CPU_S", 0.1)
     rules = [f"A{i}: (A{i + 1} & /.*[{chr(97 + i % 26)}{i % 10}].*/)" for i in range(150)]
     grammar = "\n".join(["start: A0", *rules, "A150: /.*/"])
@@ -291,7 +291,6 @@ async def test_a_process_that_says_nothing_is_ended(monkeypatch: pytest.MonkeyPa
 
 
 def silent(compiler: Any) -> bytes:
-    """As if the time had passed."""
     assert compiler._ours.gettimeout() == checker.WAIT_S
     raise TimeoutError
 

@@ -1,4 +1,5 @@
-"""What is too much for the model is refused in one message's time, before validation, templates and tokenizers."""
+"""Prompts that are too long for the model are refused in one message's time, before validation, templates and
+tokenizers."""
 
 from __future__ import annotations
 

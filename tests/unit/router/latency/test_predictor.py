@@ -1,4 +1,4 @@
-"""What the router learns of its workers from how its jobs went, and what it believes before."""
+"""The router's estimates of its workers, before and after their jobs."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_told_speed_is_counted_once_when_it_becomes_a_difference() -> None:
     predictor, mean = Predictor(), 1000.0
 
     def reading_s(slower: float) -> float:
-        """Of a thousand tokens, by the third of three workers, and what the other two tell besides."""
+        """The time to read a thousand tokens by the third of three workers."""
         speeds = {"p0": 1.5 * mean - 0.5 * mean / slower, "p1": 1.5 * mean - 0.5 * mean / slower, "p2": mean / slower}
         return [
             predicted(predictor, name, PREFILL, WorkerLoad(prefill_tokens_per_s=speed), now=now).prefill_time(1000)

@@ -1,4 +1,4 @@
-"""What a request is charged, by how it ended: what failed for a reason of the cluster's is free."""
+"""The charge of a request by its ending: failures of the cluster are free."""
 
 from __future__ import annotations
 

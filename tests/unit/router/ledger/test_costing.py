@@ -1,4 +1,4 @@
-"""What a request is said to have used, by hand."""
+"""The usage of a request, computed by hand."""
 
 from __future__ import annotations
 

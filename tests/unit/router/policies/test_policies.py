@@ -231,7 +231,7 @@ def test_scores_are_those_of_the_decision_whatever_is_learned_before_they_are_as
 
 
 def test_lines_of_lanes_are_those_measured_last_whatever_workers_asks() -> None:
-    """Of a workers they are kept; nothing that changes a lane leaves them behind."""
+    """The lines of a worker's lanes survive every change of a lane."""
     workers = WorkerSet([f"d{number}" for number in range(12)], [WorkerRole.DECODE] * 12)
     ways = LaneLatencies({"d1": Line(each_s=1.0)})
 

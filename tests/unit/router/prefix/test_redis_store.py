@@ -1,4 +1,4 @@
-"""What a gateway writes for the others: every event once, under its own number."""
+"""A gateway writes every event once, under its own number."""
 
 from __future__ import annotations
 

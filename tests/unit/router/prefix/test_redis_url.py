@@ -1,4 +1,4 @@
-"""What a URL of Redis means; no connection is made."""
+"""URLs of Redis; no connection is made."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ async def test_the_tokens_of_a_client_that_listens_go_straight_to_its_connection
 
 @pytest.mark.parametrize("asked", [{"stream": True}, {"stream": True, "n": 2}, {}])
 async def test_an_answer_leaves_nothing_for_the_collector(two: Cluster, asked: dict[str, object]) -> None:
-    """What is looked at by a collector of cycles costs a short request more than its JSON."""
+    """Garbage collection costs a short request more than its JSON."""
     body = {"model": "tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}], **asked}
 
     def alive() -> int:

@@ -183,7 +183,7 @@ def test_reasoning_has_events_of_its_own_with_the_text_twice_and_leaves_its_mark
 
 
 def test_a_client_that_reads_slowly_loses_nothing() -> None:
-    """What is held while the transport is paused is written later, or by the generators."""
+    """Data that is held while the transport is paused is written later, or by the generators."""
     table, choice = SinkTable(), Choice()
     choice.sink.open(table, 7, 10.0)
     choice.pace.gap_s = 0.05

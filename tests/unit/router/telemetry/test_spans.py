@@ -1,4 +1,4 @@
-"""What a request's records become: stages in order, each within its parent, links behind failures and moves."""
+"""A request's records become spans: stages in order, each within its parent, links after failures and moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was asked for becomes jobs, or an error that names the value, the range and the parameter."""
+"""A request becomes jobs, or an error that names the value, the range and the parameter."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ stops = st.lists(st.text("ab ", min_size=1, max_size=5), max_size=4)
 
 
 def shown(pieces: list[str], stop: list[str], *, include: bool = False) -> tuple[str, str | None]:
-    """What a client sees of the pieces, and the stop string found."""
+    """The text that a client gets of the pieces, and the stop string found."""
     matcher, said = StopStrings(stop, include=include), ""
     for piece in pieces:
         said += matcher.feed(piece)

@@ -49,7 +49,7 @@ def test_a_template_may_put_control_in_place_of_content_that_resembles_it() -> N
 
 @pytest.mark.parametrize("look", ["text", "of(content, {})", "veils", "_text", "content.text"])
 def test_no_attribute_of_a_word_gives_what_it_hides(look: str) -> None:
-    """As templates ask for the text of a part, which may be a string."""
+    """Templates ask so for the text of a part, which may be a string."""
     source = "{% set content = messages[0].content %}<|{{ content.LOOK or '' }}|>".replace("LOOK", look)
     template = ChatTemplate(source, added_tokens={"<|end|>": True})
     with suppress(InvalidRequest):
@@ -64,7 +64,7 @@ CASES: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_change_of_case_makes_no_control_of_content(case: str) -> None:
-    """Of every character that becomes an ASCII letter, or several: a ligature of s and t, a dotless i, a Kelvin."""
+    """Every character that becomes an ASCII letter, or several: a ligature of s and t, a dotless i, a Kelvin."""
     changed = {char: made for char in map(chr, range(0x80, 0x110000)) if (made := CASES[case](char)) != char}
     letters = {char: made for char, made in changed.items() if any(one.isascii() and one.isalpha() for one in made)}
     assert {"upper": "\ufb06", "lower": "\u212a", "title": "\u00df"}.get(case, "\u0131") in letters

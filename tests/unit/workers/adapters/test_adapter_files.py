@@ -1,4 +1,4 @@
-"""What an adapter's folder may hold: everything else is refused by file, field or tensor, with a fix."""
+"""An adapter's folder is refused by file, field or tensor, with a fix, unless it is valid."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_tensors_of_other_kinds_are_refused_by_name(
 
 
 def test_the_name_of_the_adapter_in_a_tensors_name_is_read_over(folder: Path) -> None:
-    """As a state dict has it that was saved without PEFT's save_pretrained."""
+    """A state dict that was saved without PEFT's save_pretrained has the name."""
     rename(folder, ".weight", ".default.weight")
     assert read_adapter(folder, MODULES).modules.keys() == MODULES.keys()
 

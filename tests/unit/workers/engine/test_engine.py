@@ -1,4 +1,4 @@
-"""What the engine promises to whoever composes it; and any order of events leaves it sound and its answers right."""
+"""The engine's contract; any order of events leaves it sound and its answers right."""
 
 from __future__ import annotations
 

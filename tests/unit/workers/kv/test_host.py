@@ -18,8 +18,8 @@ OTHER = tuple(range(500, 600))
 
 
 def tiers(events: Sequence[KVEvent], *, all_told: bool = True) -> dict[Tier, dict[bytes, bytes]]:
-    """What each tier holds, with the parents, for somebody who heard these events. Asserts that a worker that has a
-    block has its parent, or has said that it lost it, if all of its events are here."""
+    """The blocks of each tier with their parents, by these events. Asserts that a worker that has a block has its
+    parent, or has reported its loss, if all of its events are here."""
     held: dict[Tier, dict[bytes, bytes]] = {Tier.DEVICE: {}, Tier.HOST: {}}
     lost: set[bytes] = set()
     for event in events:

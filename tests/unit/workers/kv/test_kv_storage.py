@@ -116,7 +116,7 @@ def grouped(parts: tuple[KVPart, ...], tp: int) -> KVLayout:
 
 
 def bytes_of(layout: KVLayout, rank: int, *, fill: bool) -> KVStorage:
-    """Of which every byte depends on its place among all heads, with a storage of the layout's head beside it."""
+    """Every byte depends on its place among all heads, with a storage of the layout's head beside it."""
     storage = KVStorage(layout, num_blocks=6)
     for part in layout.parts:
         num_layers = layout.num_layers

@@ -1,4 +1,4 @@
-"""What `read_config` understands, and what it refuses by name: without torch, before any weight is looked at."""
+"""`read_config` understands a config or refuses it by name: without torch, before any weight is read."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "hidden_size": 32, "num_hidden
 
 
 def test_a_family_knows_what_absent_fields_mean(tmp_path: Path) -> None:
-    """As in Gemma 3's published files, which leave out what is transformers' default."""
+    """Gemma 3's published files leave out transformers' defaults."""
     config = write(tmp_path, GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 5})
     assert (config.head_dim, config.num_heads, config.num_kv_heads, config.vocab_size) == (256, 8, 4, 262208)
     assert config.tied_embeddings
@@ -266,7 +266,6 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
-    """As moonshotai publishes it."""
     write(
         tmp_path,
         LLAMA

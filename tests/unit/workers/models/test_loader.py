@@ -1,4 +1,4 @@
-"""What `load_model` refuses: every fault of a checkpoint's files is named before a weight is read."""
+"""Every fault of a checkpoint's files is named before a weight is read."""
 
 from __future__ import annotations
 

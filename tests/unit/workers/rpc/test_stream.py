@@ -1,4 +1,4 @@
-"""What a gateway is told of a step, in as few words as it allows."""
+"""The messages of a step to a gateway, in as few words as it allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch looks like to a model: every token once, where it belongs, in the order in which it is read."""
+"""A batch has every token once, where it belongs, in the order in which it is read."""
 
 from __future__ import annotations
 

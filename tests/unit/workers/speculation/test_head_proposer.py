@@ -61,7 +61,7 @@ def prompt_of(sequence: Sequence) -> ComputedRow:
 
 
 def test_a_sequence_that_sat_out_a_step_has_its_first_draft_alone() -> None:
-    """As one that waits for the mask of its grammar, while others decode."""
+    """A sequence sits out while it waits for the mask of its grammar."""
     head = proposer()
     first, second = Sequence("a", (1, 2, 3), [4]), Sequence("b", (1, 2, 3, 4), [5])
     for one in (first, second):
@@ -73,7 +73,7 @@ def test_a_sequence_that_sat_out_a_step_has_its_first_draft_alone() -> None:
 
 
 def test_rows_of_others_make_entries_and_no_drafts() -> None:
-    """Of requests that do not speculate here, or that have ended."""
+    """Rows of requests that do not speculate here, or that have ended."""
     head = proposer()
     head.computed([prompt_of(Sequence("unknown", (1, 2, 3), [4]))])
     assert len(head) == 0

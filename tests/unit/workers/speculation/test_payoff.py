@@ -137,7 +137,7 @@ def test_pauses_without_success_between_them_become_longer_up_to_a_limit() -> No
 
 
 def test_steps_beside_prompts_and_behind_them_do_not_count() -> None:
-    """What entries of a prompt take comes with the step behind it."""
+    """The time of a prompt's entries comes with the step after it."""
     head = Entries(0.0)
     steps = Steps(head)
     for _ in range(2 * TRIAL_STEPS):

@@ -19,7 +19,7 @@ from workers.speculation.speculation import Speculation
 
 
 def requests() -> list[GenerateRequest]:
-    """Of every kind that a row depends on."""
+    """Requests of every kind that a row depends on."""
     free = [ask(f"free {i}", range(i, i + 6), 30, temperature=float(i % 2), seed=i) for i in range(4)]
     bound = [ask(f"bound {i}", range(i, i + 6), 20, grammar="sums", seed=i, temperature=1.0) for i in range(3)]
     ends = by_hand(range(60, 66), 20)

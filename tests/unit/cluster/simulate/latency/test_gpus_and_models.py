@@ -239,7 +239,7 @@ def test_windows_and_experts_are_counted_as_the_engine_counts_them(name: str, tm
 
 
 def test_whole_experts_on_ranks_wait_for_the_busiest() -> None:
-    """As `baton serve --expert-parallel` has them: the same all-reduce, the same bytes if all experts are chosen."""
+    """Experts of `baton serve --expert-parallel`: the same all-reduce, the same bytes if all experts are chosen."""
     columns, whole = (
         hardware_spec(
             gpu="h200",
@@ -282,7 +282,7 @@ def test_latents_are_counted_as_the_engine_counts_them(tmp_path: Path) -> None:
 def test_experts_are_read_as_the_engine_reads_them(
     changes: dict[str, Any], total: float, num_active: int, tmp_path: Path
 ) -> None:
-    """Of Qwen2-57B-A14B and Qwen3-30B-A3B, in billions, as their makers count them."""
+    """The totals of Qwen2-57B-A14B and Qwen3-30B-A3B, in billions, as their makers count them."""
     config = {"vocab_size": 151936, "max_position_embeddings": 32768} | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = read_model(tmp_path / "config.json")

@@ -1,4 +1,4 @@
-"""What `baton simulate` says of a run, on a terminal, on its page and in its figures."""
+"""The report of `baton simulate` on a terminal, on its page and in its figures."""
 
 from __future__ import annotations
 
@@ -120,7 +120,6 @@ def test_usd_have_cents_and_three_digits(usd: float, told: str) -> None:
 
 
 def test_costs_below_a_cent_are_told_apart(tmp_path: Path) -> None:
-    """Of 0.0664 and 0.0668 a run told 0.07."""
     file = tmp_path / "run.json"
     told = answer(*SMALL, "cluster.colocated=1", "--json", str(file))
     usd = json.loads(file.read_text())["runs"][0]["figures"]["costs"]["usd"]

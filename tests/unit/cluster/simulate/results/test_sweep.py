@@ -1,4 +1,4 @@
-"""What a sweep tries, by what it ranks, and what it says of the result."""
+"""The clusters that a sweep tries, their order, and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is looked at finds what is broken: bugs planted in production code, and what says so."""
+"""The invariants find bugs that are planted in production code, and name them."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_leaps_change_no_event(prefill: int, decode: int, policy: str, depth: in
 def test_leaps_change_no_event_where_workers_are_alike_and_decisions_close(
     policy: str, depth: int, rate: float
 ) -> None:
-    """What a gateway has sent counts until as many steps have shown it; a worker's first step is no measure."""
+    """A gateway's own jobs count until as many steps have shown them; a worker's first step is no measure."""
     asked = sessions("poisson", num=60, rate=rate, max_output=200)
     config = town(prefill=0, decode=3, num_blocks=20_000)
     config = replace(config, router=replace(config.router, policy=policy), spec=replace(config.spec, depth=depth))
