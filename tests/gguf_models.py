@@ -174,7 +174,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         if kind == "yarn":
             own["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     own |= keys_of(config)
-    return {"general.architecture": name, **{f"{name}.{key}": one for key, one in own.items() if one is not None}}
+    return {"general.architecture": name, **{f"{name}.{key}": value for key, value in own.items() if value is not None}}
 
 
 def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Stored]:

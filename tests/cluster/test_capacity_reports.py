@@ -15,14 +15,14 @@ pytestmark = pytest.mark.cluster
 
 def sights(four: Deployed) -> list[dict[str, Any]]:
     replied = httpx.get(f"{four.url}/admin/capacity/sights", timeout=10.0).json()["sights"]
-    return [one["sight"] for one in replied]
+    return [reply["sight"] for reply in replied]
 
 
 def test_the_requests_of_every_process_are_reported_while_someone_wants_them(four: Deployed) -> None:
     four.wait_until(lambda: len(sights(four)) == 2)
     with ThreadPoolExecutor(8) as clients:
         list(clients.map(lambda number: four.text(f"# {number}", max_tokens=4), range(8)))
-    four.wait_until(lambda: sum(one["num_arrived"] for one in sights(four)) >= 8)
+    four.wait_until(lambda: sum(sight["num_arrived"] for sight in sights(four)) >= 8)
     seen = sights(four)
-    assert {worker["role"] for one in seen for worker in one["workers"]} == {"prefill", "decode"}
+    assert {worker["role"] for status in seen for worker in status["workers"]} == {"prefill", "decode"}
     assert four.metric("baton_desired_workers", "prefill") == 2.0

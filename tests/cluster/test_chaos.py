@@ -43,7 +43,7 @@ def test_every_answer_is_the_undisturbed_one_and_nothing_is_left(
         answers = [clients.submit(answer, four.url, number) for number in range(NUM_REQUESTS)]
         time.sleep(chance.uniform(0.0, 1.0))  # the moment is what is random here, nothing waits for it
         os.kill(pid, how)
-        told = [one.result() for one in answers]
+        told = [output.result() for output in answers]
     for number, (seen, expected) in enumerate(zip(told, undisturbed, strict=True)):
         print(f"request {number} of run {run}: {victim}, {how.name}")  # pytest shows it of a failure
         check(seen, expected)
@@ -81,7 +81,7 @@ def test_workers_are_replaced_in_turn_and_no_request_fails(
                 assert four.count(rf"^{worker_id}: runs in process") == lives + 1
         finally:
             over.set()
-        counts = [one.result() for one in asking]
+        counts = [task.result() for task in asking]
     print(f"{sum(counts)} requests were answered meanwhile")
     assert all(counts)
     told = httpx.get(f"{four.urls[0]}/metrics", timeout=10.0).text

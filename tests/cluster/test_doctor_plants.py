@@ -50,7 +50,7 @@ pytestmark = pytest.mark.cluster
 async def names(url: str, **options: Any) -> list[str]:
     """The faults that are found at the URL, without those of this host."""
     seen = await asyncio.to_thread(examine, url, **options)
-    return [one.name for one in findings(replace(seen[0], host=None))]
+    return [finding.name for finding in findings(replace(seen[0], host=None))]
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ async def test_a_host_whose_clock_is_wrong_and_a_certificate_that_ends(
 def trained_on(model: Path) -> None:
     """Every weight is another one, and nothing else."""
     path = model / "model.safetensors"
-    save_file({name: one + 1 for name, one in load_file(path).items()}, path, {"format": "pt"})
+    save_file({name: value + 1 for name, value in load_file(path).items()}, path, {"format": "pt"})
 
 
 def other_tokens(model: Path) -> None:
@@ -258,7 +258,7 @@ def doctor_after(shell: str, url: str) -> list[str]:
         ["unshare", "--mount", "sh", "-c", command], capture_output=True, text=True, timeout=50, check=False
     )
     assert done.stdout, done.stderr
-    return [one["name"] for one in json.loads(done.stdout)["findings"]]
+    return [finding["name"] for finding in json.loads(done.stdout)["findings"]]
 
 
 @pytest.mark.skipif(not may_mount(), reason="a small /dev/shm is mounted in a namespace, which is not allowed here")

@@ -83,7 +83,7 @@ class Cluster:
         def is_ready(one: Any) -> bool:
             return one.state == "ready" and (one.info.worker_id, one.info.incarnation) == life
 
-        while not any(is_ready(one) for one in self.fleet.status()):
+        while not any(is_ready(worker) for worker in self.fleet.status()):
             await self.fleet.wait(until=clock() + 30)
 
     async def replace(self, worker_id: str) -> None:
@@ -140,7 +140,7 @@ class Client:
     @property
     def chosen(self) -> list[int]:
         """The ids that the logprobs are of."""
-        return [one.chosen.token_id for delta in self.deltas for one in delta.logprobs]
+        return [logprob.chosen.token_id for delta in self.deltas for logprob in delta.logprobs]
 
 
 async def ask_all(cluster: Cluster) -> list[Client]:

@@ -37,7 +37,9 @@ def may_flip(cluster: Cluster) -> None:
 async def flip(cluster: Cluster, worker_id: str, role: WorkerRole) -> None:
     await WorkerCalls(open_channel).change_role(cluster.workers[worker_id].info.address, role)
     clock = asyncio.get_running_loop().time
-    while {one.worker_id: one.info.role for one in cluster.fleet.status() if one.info}[worker_id] is not role:
+    while {worker.worker_id: worker.info.role for worker in cluster.fleet.status() if worker.info}[
+        worker_id
+    ] is not role:
         await cluster.fleet.wait(until=clock() + 30)
 
 
@@ -56,7 +58,7 @@ async def test_a_flip_under_streams_changes_no_token_and_the_worker_works_in_its
             clients = await ask_all(cluster)
             assert [await client.answer() for client in clients] == undisturbed
             chosen = [cluster.generate.decision(client.job.request_id)[0] for client in clients]
-            assert any(one.prefill == "decode-1" for one in chosen) == (role is WorkerRole.PREFILL)
+            assert any(candidate.prefill == "decode-1" for candidate in chosen) == (role is WorkerRole.PREFILL)
             assert any(one.decode == "decode-1" for one in chosen) == (role is WorkerRole.DECODE)
         assert cluster.generate.num_resumed == 0, "nothing was computed again"
 

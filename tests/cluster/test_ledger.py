@@ -127,7 +127,7 @@ async def test_openais_client_reads_usage_and_costs(front: GatewayServer) -> Non
     assert costs.data[0].results[0].amount.value == pytest.approx(0.011 + vectors["charged_usd"])  # type: ignore[union-attr]
     costs = await sdk.admin.organization.usage.costs(start_time=bucket_start, group_by=["line_item"])
     assert costs.data[0].end_time == bucket_start + 86_400, "a bucket that is not over is a whole one"
-    items: dict[str, Any] = {one.line_item or "": one for one in costs.data[0].results}  # type: ignore[union-attr]
+    items: dict[str, Any] = {result.line_item or "": result for result in costs.data[0].results}  # type: ignore[union-attr]
     assert list(items) == ["demo, input", "demo, cached", "demo, output"]
     assert (items["demo, output"].quantity, items["demo, output"].amount.value) == (4.0, pytest.approx(0.008))
     await sdk.close()

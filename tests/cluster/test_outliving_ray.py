@@ -226,7 +226,7 @@ def healed(four: Deployed, killed: Sequence[int]) -> bool:
 def serving_pids(four: Deployed) -> dict[str, int]:
     """The processes of the workers that are ready."""
     workers = status(four)["workers"]
-    return {one["worker_id"]: one["info"]["process_id"] for one in workers if one["state"] == "ready"}
+    return {worker["worker_id"]: worker["info"]["process_id"] for worker in workers if worker["state"] == "ready"}
 
 
 def status(four: Deployed) -> Any:

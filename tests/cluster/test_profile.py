@@ -41,7 +41,11 @@ def test_a_profile_shows_every_part_of_both_workers_steps(up: Deployed, tmp_path
     read = [event["args"]["num_tokens"] for event in events if event["pid"] == pids["prefill-0"] and is_device(event)]
     assert sum(read) >= 6 * 700
     steps, sends = (
-        [one for one in events if one["pid"] == pids["prefill-0"] and one["ph"] == "X" and one["name"] == name]
+        [
+            event
+            for event in events
+            if event["pid"] == pids["prefill-0"] and event["ph"] == "X" and event["name"] == name
+        ]
         for name in ("device", "KV send")
     )
     assert any(overlap(send, step) for send in sends for step in steps), "KV travels while more is computed"

@@ -48,8 +48,8 @@ SEEDED = (5, 8, 11, 3)
 
 def serving(gateway: Deployed) -> dict[str, tuple[int, str]]:
     """The process and the revision of each ready worker."""
-    workers = [one["info"] | one for one in gateway.status()["workers"] if one["state"] == "ready"]
-    return {one["worker_id"]: (one["process_id"], one["revision"]) for one in workers}
+    workers = [worker["info"] | worker for worker in gateway.status()["workers"] if worker["state"] == "ready"]
+    return {worker["worker_id"]: (worker["process_id"], worker["revision"]) for worker in workers}
 
 
 def test_workers_outlive_their_controller_and_the_next_rolls(

@@ -44,7 +44,7 @@ async def test_a_gateway_elsewhere_changes_the_fleet_and_the_record_outlives_the
     assert (await gateway.report(None)).window_s == 0.0, "without a planner no gateway observes"
     assert await gateway.sights() == (), "someone wants to know"
     assert (await gateway.report(sight)).window_s > 0.0
-    assert [one.sight for one in await gateway.sights()] == [sight]
+    assert [sight.sight for sight in await gateway.sights()] == [sight]
     report = await gateway.view()
     assert (report.reached, report.changes[0].state) == (True, ChangeState.REACHED)
     await gateway.close()

@@ -176,8 +176,8 @@ async def test_a_gateway_follows_a_worker_that_only_another_one_hears(redis: Red
         for prompt in PROMPTS:  # two of them fit
             worker.read(prompt)
         await until(lambda: far.feed.position("w") == worker_position(worker))
-        assert [far.matched(one) for one in PROMPTS] == [near.matched(one) for one in PROMPTS]
-        assert [bool(far.matched(one)) for one in PROMPTS] == [False, False, False, True, True]
+        assert [far.matched(prompt) for prompt in PROMPTS] == [near.matched(prompt) for prompt in PROMPTS]
+        assert [bool(far.matched(prompt)) for prompt in PROMPTS] == [False, False, False, True, True]
         worker.pool.clear()
         worker.tell()
         await until(lambda: not far.matched(PROMPTS[-1]))

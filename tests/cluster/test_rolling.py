@@ -74,7 +74,7 @@ async def rolled(client: httpx.AsyncClient, **order: Any) -> dict[str, Any]:
     number = response.json()["number"]
     while True:
         report = (await client.get("/admin/capacity")).json()
-        change: dict[str, Any] = next(one for one in report["changes"] if one["number"] == number)
+        change: dict[str, Any] = next(change for change in report["changes"] if change["number"] == number)
         if change["state"] != "under way":
             return change
         await asyncio.sleep(0.2)
@@ -97,15 +97,15 @@ async def test_a_roll_under_50_streams_drops_none_and_mixes_none(deployed: Deplo
         both = [number for number in different if len(streams.texts[number]) == 2]
         assert both, "both served during the roll"
         status = deployed.status()
-        assert {one["info"]["model_path"] for one in status["workers"]} == {str(other_model)}
-        assert len({one["info"]["revision"] for one in status["workers"]}) == 1
+        assert {worker["info"]["model_path"] for worker in status["workers"]} == {str(other_model)}
+        assert len({worker["info"]["revision"] for worker in status["workers"]}) == 1
         assert status["capacity"]["desired"]["counts"] == {"prefill": 1, "decode": 1}
 
 
 async def test_a_roll_to_settings_that_cannot_be_goes_back_by_itself(deployed: Deployed) -> None:
     async with httpx.AsyncClient(base_url=deployed.url, timeout=120.0) as client:
         streams = RolledStreams(client)
-        before = {one["worker_id"]: one["info"]["revision"] for one in deployed.status()["workers"]}
+        before = {worker["worker_id"]: worker["info"]["revision"] for worker in deployed.status()["workers"]}
         old = await streams.all()
         change = await rolled(client, kind="roll", settings={"worker.speculate": "model:/nowhere"})
         assert change["state"] == "failed", change
@@ -113,13 +113,13 @@ async def test_a_roll_to_settings_that_cannot_be_goes_back_by_itself(deployed: D
         refused = await client.post("/admin/capacity", json={"kind": "roll", "model": "/nowhere"})
         assert (refused.status_code, "/nowhere" in refused.text) == (400, True)
         assert (await streams.all(), streams.errors) == (old, [])
-        assert {one["worker_id"]: one["info"]["revision"] for one in deployed.status()["workers"]} == before
+        assert {worker["worker_id"]: worker["info"]["revision"] for worker in deployed.status()["workers"]} == before
 
 
 async def test_an_aborted_roll_goes_back_under_streams(deployed: Deployed) -> None:
     async with httpx.AsyncClient(base_url=deployed.url, timeout=120.0) as client:
         streams, over = RolledStreams(client), asyncio.Event()
-        before = {one["info"]["revision"] for one in deployed.status()["workers"]}
+        before = {worker["info"]["revision"] for worker in deployed.status()["workers"]}
         old = await streams.all()
         running = [asyncio.create_task(streams.run(number, over)) for number in range(NUM_STREAMS)]
         body = {"model": "demo", "prompt": "import", "max_tokens": 1900, "ignore_eos": True}
@@ -137,5 +137,5 @@ async def test_an_aborted_roll_goes_back_under_streams(deployed: Deployed) -> No
         assert (gone["state"], gone["reason"]) == ("replaced", f"test aborts it with change {back['number']}")
         assert (back["state"], streams.errors) == ("reached", []), deployed.log
         assert {number: {text} for number, text in old.items()} == streams.texts
-        assert {one["info"]["revision"] for one in deployed.status()["workers"]} == before
+        assert {worker["info"]["revision"] for worker in deployed.status()["workers"]} == before
         assert deployed.status()["capacity"]["desired"]["counts"] == {"prefill": 1, "decode": 1}

@@ -84,7 +84,7 @@ async def all_run(*urls: str) -> None:
         num_running = 0.0
         while num_running < NUM_STREAMS:
             pages = [(await client.get(f"{url}/metrics")).text for url in urls]
-            found = [re.search(r"^baton_requests_in_flight{.*completions.*} (\S+)$", one, re.M) for one in pages]
+            found = [re.search(r"^baton_requests_in_flight{.*completions.*} (\S+)$", page, re.M) for page in pages]
             num_running = sum(float(one[1]) for one in found if one)
 
 

@@ -108,17 +108,17 @@ def test_workers_come_change_their_role_and_go_with_nothing_lost(served: Deploye
         with ThreadPoolExecutor(NUM_STREAMS) as clients:
             asked = [clients.submit(again_and_again, prompt) for prompt in prompts]
             try:
-                served.wait_until(lambda: any(one["load"]["num_running"] for one in workers_of(served).values()))
+                served.wait_until(lambda: any(worker["load"]["num_running"] for worker in workers_of(served).values()))
                 assert order(served, **body).status_code == 202
             finally:
                 over.set()
-            assert [one.result() for one in asked] == expected
+            assert [query.result() for query in asked] == expected
         served.wait_until(lambda: reached(served), timeout_s=90)
         assert (pid in served.processes()) == (body["kind"] == "flip"), "a flip starts nothing and ends nothing"
     assert sorted(workers_of(served)) == ["decode-0", "prefill-0"]
     assert served.count("^decode-0: runs in process") == 1
     changes = capacity(served)["changes"]
-    assert [(one["who"], one["why"], one["kind"]) for one in changes][:2] == [
+    assert [(change["who"], change["why"], change["kind"]) for change in changes][:2] == [
         ("the test", "to grow", "scale"), ("the test", "", "flip"),
     ]  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_a_second_signal_stops_at_once_and_answers_who_waits(served: Deployed) -
     """The last test of this cluster."""
     with ThreadPoolExecutor(1) as client:
         asked = client.submit(served.complete, LONG, max_tokens=1500, ignore_eos=True, **NAME)
-        served.wait_until(lambda: any(one["load"]["num_running"] for one in workers_of(served).values()))
+        served.wait_until(lambda: any(worker["load"]["num_running"] for worker in workers_of(served).values()))
         os.killpg(served.process.pid, signal.SIGINT)
         served.wait_for("^stopping")
         assert served.stop(signal.SIGINT) == 130, served.log

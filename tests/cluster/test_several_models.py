@@ -21,7 +21,7 @@ def test_two_models_are_served_at_one_address() -> None:
     try:
         url = cluster.wait_for(r"^serving one, org/two at (\S+), gRPC")[1]
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            assert [one.id for one in client.models.list()] == ["one", "org/two"]
+            assert [entry.id for entry in client.models.list()] == ["one", "org/two"]
             said = {
                 name: client.completions.create(model=name, prompt="import os\n", max_tokens=8, temperature=0)
                 for name in ("one", "org/two")
@@ -30,7 +30,9 @@ def test_two_models_are_served_at_one_address() -> None:
         assert [answer.model for answer in said.values()] == ["one", "org/two"]
         for name, path in (("one", ""), ("org-two", "/models/org/two")):
             status = httpx.get(f"{url}{path}/admin/status", timeout=10.0).json()
-            assert [(one["worker_id"], one["state"]) for one in status["workers"]] == [(f"{name}-colocated-0", "ready")]
+            assert [(worker["worker_id"], worker["state"]) for worker in status["workers"]] == [
+                (f"{name}-colocated-0", "ready")
+            ]
             assert status["capacity"]["desired"]["counts"] == {"colocated": 1}
         pages = [httpx.get(f"{own}/metrics", timeout=10.0).text for own in cluster.urls]
         for name in said:

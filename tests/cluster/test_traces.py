@@ -72,7 +72,9 @@ class Collector:
         where, body = await asyncio.to_thread(self._bodies.get, timeout=60)
         assert where == path
         [resource] = body["resourceSpans"]
-        names = {one["key"]: one["value"]["stringValue"] for one in resource["resource"]["attributes"]}
+        names = {
+            attribute["key"]: attribute["value"]["stringValue"] for attribute in resource["resource"]["attributes"]
+        }
         assert names["service.name"] == "baton"
         [scope] = resource["scopeSpans"]
         for span in scope["spans"]:
@@ -123,7 +125,7 @@ async def ask(front: GatewayServer, **changes: Any) -> httpx.Response:
 
 
 def facts(span: dict[str, Any]) -> dict[str, Any]:
-    return {one["key"]: next(iter(one["value"].values())) for one in span["attributes"]}
+    return {attribute["key"]: next(iter(attribute["value"].values())) for attribute in span["attributes"]}
 
 
 async def test_a_request_is_one_tree_below_its_callers_span(collector: Collector) -> None:
@@ -132,10 +134,10 @@ async def test_a_request_is_one_tree_below_its_callers_span(collector: Collector
     async with serving(telemetry) as front:
         answer = await ask(front, traceparent=f"00-{TRACE}-{CALLER}-01")
         spans = await collector.spans("/v1/traces acme")
-    assert {one["traceId"] for one in spans} == {TRACE}
+    assert {span["traceId"] for span in spans} == {TRACE}
     root = spans[0]
     assert (root["parentSpanId"], root["name"]) == (CALLER, "text_completion demo")
-    assert [one["name"] for one in spans[1:]] == ["receive", "queue", "route", "prefill", "decode"]
+    assert [span["name"] for span in spans[1:]] == ["receive", "queue", "route", "prefill", "decode"]
     for one in spans[1:]:
         assert one["parentSpanId"] == root["spanId"]
         assert int(root["startTimeUnixNano"]) <= int(one["startTimeUnixNano"]) <= int(one["endTimeUnixNano"])
@@ -157,8 +159,8 @@ async def test_callers_decide_whether_a_request_is_traced(collector: Collector) 
             async for _ in stub.Generate(request, metadata=metadata):
                 pass
         spans = await collector.spans()
-    assert [one["traceId"] for one in spans if one["name"] == "chat demo"] == [TRACE], "the third request alone"
-    assert len({one["traceId"] for one in spans}) == 1
+    assert [span["traceId"] for span in spans if span["name"] == "chat demo"] == [TRACE], "the third request alone"
+    assert len({span["traceId"] for span in spans}) == 1
 
 
 @pytest.fixture
@@ -192,7 +194,7 @@ async def test_traces_beyond_the_queue_are_dropped_and_counted(
 
 
 def collector_is_missed(caplog: pytest.LogCaptureFixture) -> bool:
-    return any(one.name.startswith("opentelemetry.exporter") for one in caplog.records)
+    return any(record.name.startswith("opentelemetry.exporter") for record in caplog.records)
 
 
 async def test_what_a_collector_missed_is_sent_when_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -207,7 +209,7 @@ async def test_what_a_collector_missed_is_sent_when_it_is_back(caplog: pytest.Lo
             spans = await away.spans()
         finally:
             away.close()
-    assert {one["traceId"] for one in spans} == {TRACE}
+    assert {span["traceId"] for span in spans} == {TRACE}
     assert front.registry.get_sample_value("baton_traces_total", {"outcome": "sent"}) == 1.0
 
 

@@ -57,7 +57,9 @@ def test_a_model_that_cannot_be_served_ends_it_with_the_reason(deploy: Deploy, t
 
 def test_settings_that_only_a_worker_can_refuse_end_it_with_the_reason(deploy: Deploy) -> None:
     settings = "worker.num_blocks=8", "worker.max_model_len=512"
-    cluster = deploy("up", "--workers", "1", *PORTS, *PRECISE, *(word for one in settings for word in ("--set", one)))
+    cluster = deploy(
+        "up", "--workers", "1", *PORTS, *PRECISE, *(word for setting in settings for word in ("--set", setting))
+    )
     said = cluster.wait_for("^baton: ").string
     assert cluster.ended() == 2, cluster.log
     assert "max_model_len is 512, the KV cache holds 128 tokens" in said

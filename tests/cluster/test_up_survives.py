@@ -26,7 +26,7 @@ def degraded(up: Deployed) -> str:
 
 
 def is_busy(up: Deployed, worker_id: str) -> bool:
-    [load] = [one["load"] for one in up.status()["workers"] if one["worker_id"] == worker_id]
+    [load] = [worker["load"] for worker in up.status()["workers"] if worker["worker_id"] == worker_id]
     return bool(load["num_running"] or load["num_waiting"])
 
 

@@ -64,7 +64,7 @@ async def test_gateways_see_what_is_loaded_and_memory_is_freed_when_it_is_unload
     assert (loaded.adapter_id, loaded.rank) == ("id of /sql", 8)
     announced = (await gateway.read()).adapters
     assert announced is not None
-    assert [one.name for one in announced.adapters] == ["sql"]
+    assert [adapter.name for adapter in announced.adapters] == ["sql"]
     described = from_proto(WorkerInfo, await gateway.stub.Describe(worker_pb2.DescribeRequest()))
     assert described.adapters == announced.adapters
     stats = from_proto(WorkerStats, await gateway.stub.Stats(worker_pb2.StatsRequest()))

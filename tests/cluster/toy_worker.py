@@ -133,8 +133,8 @@ class Gateway:
 
     def submit_together(self, prompts: Mapping[str, tuple[int, ...]]) -> None:
         """By one message."""
-        asked = [GenerateRequest(request_id=one, prompt_ids=ids, sampling=GREEDY) for one, ids in prompts.items()]
-        first, *further = [worker_pb2.ToWorker(submit=to_proto(one)) for one in asked]
+        asked = [GenerateRequest(request_id=value, prompt_ids=ids, sampling=GREEDY) for value, ids in prompts.items()]
+        first, *further = [worker_pb2.ToWorker(submit=to_proto(query)) for query in asked]
         first.further.extend(further)
         self._out.put_nowait(first)
 

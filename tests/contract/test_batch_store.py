@@ -95,7 +95,7 @@ def test_of_many_that_claim_at_once_one_owns_the_batch(hosts: Hosts) -> None:
         begin.wait()
         found.append(storage.batches.claim("demo", 1000.0))
 
-    threads = [threading.Thread(target=claim, args=(one,)) for one in stores]
+    threads = [threading.Thread(target=claim, args=(store,)) for store in stores]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -128,9 +128,9 @@ def test_pages_have_a_cursor(hosts: Hosts) -> None:
     storage.files.add(replace(FILE, id="file-other", tenant="other"))
     asked = PageAsked(limit=2, filters={"is_hidden": 0})
     found, has_more = storage.files.page("acme", asked)
-    assert ([one.id for one in found], has_more) == (["file-4", "file-3"], True)
+    assert ([entry.id for entry in found], has_more) == (["file-4", "file-3"], True)
     found, has_more = storage.files.page("acme", replace(asked, after="file-2", limit=9))
-    assert ([one.id for one in found], has_more) == (["file-1", "file-0"], False)
+    assert ([entry.id for entry in found], has_more) == (["file-1", "file-0"], False)
     with pytest.raises(InvalidRequest, match="file-other"):
         storage.files.page("acme", replace(asked, after="file-other"))
 
@@ -156,7 +156,7 @@ async def test_a_batch_runs_in_two_processes_as_clients_see_it(tmp_path: Path, d
         made.run(storage=other)
         done = await asyncio.wait_for(ended(client, batch.id), 60)
         answers = await results(client, done.output_file_id)
-        assert sorted(one["custom_id"] for one in answers) == sorted(f"r{number}" for number in range(20))
+        assert sorted(answer["custom_id"] for answer in answers) == sorted(f"r{number}" for number in range(20))
         await client.files.delete(file_id)
         await made.close()
         other.close()
@@ -277,7 +277,7 @@ def test_a_large_file_goes_to_a_bucket_in_parts(s3: str, monkeypatch: pytest.Mon
     with pytest.raises(NotFound):
         contents.read(unknown, 0, 1)
     assert "Uploads" not in client.list_multipart_uploads(Bucket="files")
-    assert [one["Key"] for one in client.list_objects_v2(Bucket="files")["Contents"]] == [f"of/baton/{large}"]
+    assert [content["Key"] for content in client.list_objects_v2(Bucket="files")["Contents"]] == [f"of/baton/{large}"]
 
 
 def test_a_sweep_leaves_alone_what_others_have_in_the_bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ def test_a_sweep_leaves_alone_what_others_have_in_the_bucket(s3: str, monkeypatc
     now = time.time()
     monkeypatch.setattr("router.files.s3_contents.time.time", lambda: now + ABANDONED_S + 1)
     contents.sweep(lambda _: False)
-    assert [one["Key"] for one in client.list_objects_v2(Bucket="files")["Contents"]] == keys
+    assert [content["Key"] for content in client.list_objects_v2(Bucket="files")["Contents"]] == keys
     assert [one["UploadId"] for one in client.list_multipart_uploads(Bucket="files")["Uploads"]] == [upload]
 
 
@@ -319,7 +319,7 @@ async def test_a_batch_runs_with_its_files_in_a_bucket(s3: str, postgres_url: st
         file_id = await upload(client, [line("a")])
         batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
         done = await asyncio.wait_for(ended(client, batch.id), 60)
-        assert [one["custom_id"] for one in await results(client, done.output_file_id)] == ["a"]
+        assert [result["custom_id"] for result in await results(client, done.output_file_id)] == ["a"]
 
 
 def test_a_bucket_needs_a_database_and_a_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_a_killed_process_leaves_what_it_wrote_to_the_others(ledger_at: Where) -
             writer.join()
     left = rows(ledger_at)
     for name in ("a", "b"):
-        numbers = sorted(int(one.partition("-")[2]) for one in left if one.startswith(name))
+        numbers = sorted(int(line.partition("-")[2]) for line in left if line.startswith(name))
         assert numbers == list(range(len(numbers))), "none is missing before the last one"
     store = store_at(ledger_at)
     store.write(replace(ROW, request_id="after"))

@@ -182,7 +182,7 @@ def test_payloads_may_go_through_host_memory(lane: Opens) -> None:
     """All of a payload's parts are under way at once, and every buffer comes back, but for one that is not done."""
     links = lane(1, 1).open("collective")
     host = [Staging(device="cpu", max_bytes=2**20, pinned=True) for _ in links]
-    source, destination = (HostStaged(one.payloads, memory) for one, memory in zip(links, host, strict=True))
+    source, destination = (HostStaged(link.payloads, memory) for link, memory in zip(links, host, strict=True))
     sent, received = random_bytes(50_000), torch.zeros(50_000, dtype=torch.uint8)
     beside(
         lambda: move(source.send, torch.split(sent, 7000), 1, PAYLOAD_TAG),

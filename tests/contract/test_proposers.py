@@ -99,18 +99,18 @@ def test_a_draft_is_short_enough_named_and_of_the_vocabulary(proposer: Proposer)
     for position, token_id in enumerate(tokens[80:]):
         found = draft(proposer, "r", position % 7)
         assert len(found.token_ids) <= position % 7
-        assert all(0 <= one < VOCAB for one in found.token_ids)
+        assert all(0 <= token_id < VOCAB for token_id in found.token_ids)
         assert found.source == proposer.name or not found.token_ids
         sequence.output_ids.append(token_id)
 
 
 def test_each_query_is_answered_in_its_order_and_for_itself(proposer: Proposer) -> None:
-    sequences = [Sequence(request_id=str(one), prompt_ids=repeating(one)) for one in range(5)]
+    sequences = [Sequence(request_id=str(number), prompt_ids=repeating(number)) for number in range(5)]
     alone = []
     for sequence in sequences:
         proposer.begin(sequence)
         alone.append(draft(proposer, sequence.request_id))
-    queries = [DraftQuery(request_id=one.request_id, max_drafts=6) for one in reversed(sequences)]
+    queries = [DraftQuery(request_id=sequence.request_id, max_drafts=6) for sequence in reversed(sequences)]
     assert list(proposer.propose(queries)) == alone[::-1]
 
 

@@ -34,7 +34,7 @@ class Rendered:
         self.manifests = manifests
 
     def of(self, kind: str) -> dict[str, Manifest]:
-        return {one["metadata"]["name"]: one for one in self.manifests if one["kind"] == kind}
+        return {manifest["metadata"]["name"]: manifest for manifest in self.manifests if manifest["kind"] == kind}
 
     @property
     def ray(self) -> Manifest:
@@ -49,13 +49,15 @@ class Rendered:
     @property
     def templates(self) -> dict[str, Manifest]:
         """Every pod template, by the name of what makes its pods. Ray's get the label that KubeRay adds."""
-        found = {name: one["spec"]["template"] for name, one in self.of("Deployment").items()}
+        found = {name: value["spec"]["template"] for name, value in self.of("Deployment").items()}
         found["head"] = self.ray["headGroupSpec"]["template"]
         return found | {pool: group["template"] for pool, group in self.groups.items()}
 
     @property
     def containers(self) -> dict[str, Manifest]:
-        return {name: one for name, template in self.templates.items() for one in template["spec"]["containers"]}
+        return {
+            name: container for name, template in self.templates.items() for container in template["spec"]["containers"]
+        }
 
     @property
     def settings(self) -> str:
@@ -87,17 +89,17 @@ def config_of(shape: Rendered) -> ClusterConfig:
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     exact = selector.get("matchLabels", {})
     among = selector.get("matchExpressions", ())
-    assert all(one["operator"] == "In" for one in among), "the only one used here"
-    return exact.items() <= labels.items() and all(labels.get(one["key"]) in one["values"] for one in among)
+    assert all(term["operator"] == "In" for term in among), "the only one used here"
+    return exact.items() <= labels.items() and all(labels.get(term["key"]) in term["values"] for term in among)
 
 
 def selected(shape: Rendered, selector: Mapping[str, Any]) -> set[str]:
     """Names of the pods that a selector finds."""
-    return {name for name, one in shape.templates.items() if selects(selector, one["metadata"]["labels"])}
+    return {name for name, manifest in shape.templates.items() if selects(selector, manifest["metadata"]["labels"])}
 
 
 def ports_of(container: Manifest) -> dict[str, int]:
-    return {one["name"]: one["containerPort"] for one in container.get("ports", ())}
+    return {entry["name"]: entry["containerPort"] for entry in container.get("ports", ())}
 
 
 CUSTOM = {
@@ -127,7 +129,9 @@ def crd_validator(file: str, version: str) -> Any:
     if path is None:
         pytest.skip(f"{file} is in no shared/schemas beside this checkout")
     definition = yaml.load(path.read_text(), Loader=yaml.CSafeLoader)
-    [schema] = [one["schema"]["openAPIV3Schema"] for one in definition["spec"]["versions"] if one["name"] == version]
+    [schema] = [
+        entry["schema"]["openAPIV3Schema"] for entry in definition["spec"]["versions"] if entry["name"] == version
+    ]
     schema["properties"]["metadata"] = {"type": "object"}
     return jsonschema.Draft202012Validator(_strict(schema))
 

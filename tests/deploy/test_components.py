@@ -67,7 +67,7 @@ def documented(key: str) -> list[Manifest]:
     """The kustomizations of docs/kubernetes.md with this key."""
     text = (ROOT / "docs" / "kubernetes.md").read_text()
     blocks = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
-    return [one for one in blocks if key in one]
+    return [block for block in blocks if key in block]
 
 
 @pytest.fixture(params=sorted(SHAPES))
@@ -128,9 +128,9 @@ def test_outside_clients_reach_the_apis_and_no_more(whole: Rendered) -> None:
     [route] = whole.of("HTTPRoute")["gateway"]["spec"]["rules"]
     [host] = whole.of("Ingress")["gateway"]["spec"]["rules"]
     paths = {one["path"]["value"] for one in route["matches"]}
-    assert paths == {one["path"] for one in host["http"]["paths"]} == {"/v1", "/api"}
-    ports = {one["name"]: one["port"] for one in whole.of("Service")["gateway"]["spec"]["ports"]}
-    assert [one["port"] for one in route["backendRefs"]] == [ports["http"]]
+    assert paths == {path["path"] for path in host["http"]["paths"]} == {"/v1", "/api"}
+    ports = {port["name"]: port["port"] for port in whole.of("Service")["gateway"]["spec"]["ports"]}
+    assert [ref["port"] for ref in route["backendRefs"]] == [ports["http"]]
 
 
 def test_metrics_are_scraped_at_the_gateways_port(whole: Rendered) -> None:
@@ -142,7 +142,7 @@ def test_metrics_are_scraped_at_the_gateways_port(whole: Rendered) -> None:
 def test_members_find_the_certificates_that_settings_name(whole: Rendered) -> None:
     named = [flag.partition("=")[2] for flag in whole.containers["controller"]["args"] if "--set=peers." in flag]
     for name in ("gateway", "controller", *POOLS):
-        mounts = {one["mountPath"] for one in whole.containers[name]["volumeMounts"]}
+        mounts = {mount["mountPath"] for mount in whole.containers[name]["volumeMounts"]}
         assert {str(Path(flag.partition("=")[2]).parent) for flag in named} <= mounts, name
 
 
@@ -152,7 +152,7 @@ def test_a_model_is_fetched_where_it_is_read(whole: Rendered) -> None:
         assert fetch["image"] == whole.containers[name]["image"], name
         assert "--local-dir /cache/model" in fetch["command"][-1], name
         assert whole.templates[name]["spec"]["securityContext"]["fsGroup"] == 10001, "or it could not write"
-        mounts = {one["mountPath"]: one for one in whole.containers[name]["volumeMounts"]}
+        mounts = {mount["mountPath"]: mount for mount in whole.containers[name]["volumeMounts"]}
         assert mounts["/cache"]["readOnly"] is True, name
     assert "--model=/cache/model" in whole.containers["gateway"]["args"]
     assert "--model=/cache/model" in whole.containers["controller"]["args"]
@@ -181,11 +181,11 @@ def test_rays_tables_are_in_a_redis_that_its_head_may_reach(whole: Rendered) -> 
     assert options["redisAddress"] == f"redis:{port['port']}"
     key = options["redisPassword"]["valueFrom"]["secretKeyRef"]
     assert key in [
-        one["valueFrom"]["secretKeyRef"] for one in whole.templates["controller"]["spec"]["containers"][0]["env"]
-        if one["name"] == "BATON_REDIS_PASSWORD"
+        entry["valueFrom"]["secretKeyRef"] for entry in whole.templates["controller"]["spec"]["containers"][0]["env"]
+        if entry["name"] == "BATON_REDIS_PASSWORD"
     ]  # fmt: skip
     ways = whole.of("NetworkPolicy")["redis"]["spec"]["ingress"]
-    [way] = [one for one in ways if one["from"] == [{"podSelector": {"matchLabels": {"baton/ray": "head"}}}]]
+    [way] = [way for way in ways if way["from"] == [{"podSelector": {"matchLabels": {"baton/ray": "head"}}}]]
     assert way["ports"] == [{"port": port["port"], "protocol": "TCP"}]
 
 

@@ -166,7 +166,10 @@ def test_the_image_serves_as_its_user_and_its_health_check_passes(image: Stage) 
 def test_the_image_is_small_and_its_code_is_not_its_users(image: Stage) -> None:
     added = [image.upper / name for name in ("venv", "app", "opt/baton")]
     num_bytes = sum(
-        one.lstat().st_size for folder in added for one in folder.rglob("*") if one.is_file() and not one.is_symlink()
+        path.lstat().st_size
+        for folder in added
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
     )
     sys.stdout.write(f"the image adds {num_bytes / 1e6:,.0f} MB to its base\n")
     assert num_bytes < MOST_BYTES

@@ -80,7 +80,7 @@ def test_torch_is_the_cpu_build_where_there_is_no_driver(machine: Machine) -> No
     done, calls = machine.run()
     torch, rest, baton = calls
     assert torch == ["pip", "install", "--no-deps", f"torch=={TORCH}+cpu"]
-    assert not [one for one in rest if one.startswith("triton")], "200 MB that nothing on a CPU imports"
+    assert not [line for line in rest if line.startswith("triton")], "200 MB that nothing on a CPU imports"
     assert baton[-2:] == ["--editable", str(ROOT)]
     assert "a page of pip's words" not in done.stdout + done.stderr
     assert len(done.stdout.splitlines()) == 3
@@ -114,7 +114,7 @@ def test_a_machine_with_a_driver_gets_cuda(machine: Machine) -> None:
     machine.give_driver()
     _, calls = machine.run()
     assert str(ROOT / "constraints-cuda.txt") in calls[0]
-    assert [one for one in calls[0] if one.startswith("triton")]
+    assert [call for call in calls[0] if call.startswith("triton")]
     assert not [call for call in calls if any("+cpu" in one for one in call)]
 
 

@@ -37,7 +37,7 @@ OURS = ("gateway", "controller", "head", "prefill", "decode")
 
 
 def test_objects_follow_their_schemas_and_have_no_field_that_would_be_dropped(shape: Rendered) -> None:
-    kinds = [one["kind"] for one in shape.manifests]
+    kinds = [manifest["kind"] for manifest in shape.manifests]
     assert {"Namespace", "ConfigMap", "Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"} <= set(kinds)
     check_schemas(shape)
 
@@ -107,9 +107,9 @@ def test_containers_are_watched_at_ports_they_have(shape: Rendered) -> None:
 
 def test_what_is_mounted_is_there_and_nobody_writes_models_or_settings(shape: Rendered) -> None:
     for name, template in shape.templates.items():
-        volumes = {one["name"]: one for one in template["spec"].get("volumes", ())}
-        mounts = {one["mountPath"]: one for one in shape.containers[name].get("volumeMounts", ())}
-        assert {one["name"] for one in mounts.values()} == set(volumes), name
+        volumes = {entry["name"]: entry for entry in template["spec"].get("volumes", ())}
+        mounts = {mount["mountPath"]: mount for mount in shape.containers[name].get("volumeMounts", ())}
+        assert {mount["name"] for mount in mounts.values()} == set(volumes), name
         if name != "redis":
             assert "emptyDir" in volumes[mounts["/tmp"]["name"]], "the root is read-only"
             assert {"name": "HOME", "value": "/tmp"} in shape.containers[name]["env"], "caches go below the home"
@@ -120,7 +120,7 @@ def test_what_is_mounted_is_there_and_nobody_writes_models_or_settings(shape: Re
 def test_images_are_ours_of_one_version(rendered: Callable[[str], Rendered]) -> None:
     [version] = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     for name, tag in (("base", version), ("gpu", f"{version}-cuda")):
-        assert {rendered(name).containers[one]["image"] for one in OURS} == {f"baton:{tag}"}
+        assert {rendered(name).containers[output]["image"] for output in OURS} == {f"baton:{tag}"}
 
 
 # -- with Baton's settings and flags -----------------------------------------------------------------------------------
@@ -145,16 +145,16 @@ def test_flags_of_containers_exist(shape: Rendered) -> None:
 def test_settings_and_the_heartbeat_are_where_flags_say(shape: Rendered) -> None:
     for name in ("gateway", "controller"):
         container = shape.containers[name]
-        [path] = [one.removeprefix("--config=") for one in container["args"] if one.startswith("--config=")]
-        mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
-        volumes = {one["name"]: one for one in shape.templates[name]["spec"]["volumes"]}
+        [path] = [arg.removeprefix("--config=") for arg in container["args"] if arg.startswith("--config=")]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in shape.templates[name]["spec"]["volumes"]}
         folder, _, file = path.rpartition("/")
         config_map = volumes[mounts[folder]]["configMap"]["name"]
         assert file in shape.of("ConfigMap")[config_map]["data"]
     controller = shape.containers["controller"]
-    [beat] = [one.removeprefix("--heartbeat=") for one in controller["args"] if one.startswith("--heartbeat=")]
+    [beat] = [arg.removeprefix("--heartbeat=") for arg in controller["args"] if arg.startswith("--heartbeat=")]
     assert beat in controller["livenessProbe"]["exec"]["command"][-1]
-    assert beat.rpartition("/")[0] in {one["mountPath"] for one in controller["volumeMounts"]}
+    assert beat.rpartition("/")[0] in {mount["mountPath"] for mount in controller["volumeMounts"]}
 
 
 def test_the_probe_of_the_controller_tells_a_fresh_heartbeat_from_an_old_one(shape: Rendered, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_deployments_select_their_own_pods(shape: Rendered) -> None:
 
 
 def test_budgets_cover_their_pods_and_leave_room_for_one_disruption(shape: Rendered) -> None:
-    replicas = {name: one["spec"]["replicas"] for name, one in shape.of("Deployment").items()}
+    replicas = {name: value["spec"]["replicas"] for name, value in shape.of("Deployment").items()}
     replicas |= {pool: group["replicas"] for pool, group in shape.groups.items()}
     budgets = shape.of("PodDisruptionBudget")
     assert set(budgets) == {"gateway", *POOLS}
@@ -268,11 +268,13 @@ def test_gpus_are_asked_for_and_the_model_is_on_the_volume(rendered: Callable[[s
         spec = shape.templates[pool]["spec"]
         assert spec["nodeSelector"]
         assert spec["tolerations"]
-        [memory] = [one["emptyDir"] for one in spec["volumes"] if one.get("emptyDir", {}).get("medium") == "Memory"]
+        [memory] = [
+            volume["emptyDir"] for volume in spec["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"
+        ]
         assert memory["sizeLimit"] == "8Gi"
     for name in ("gateway", *POOLS):
-        volumes = {one["name"]: one for one in shape.templates[name]["spec"]["volumes"]}
-        mounts = {one["mountPath"]: one["name"] for one in shape.containers[name]["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in shape.templates[name]["spec"]["volumes"]}
+        mounts = {mount["mountPath"]: mount["name"] for mount in shape.containers[name]["volumeMounts"]}
         assert volumes[mounts["/models"]]["persistentVolumeClaim"]["claimName"] == claim
 
 

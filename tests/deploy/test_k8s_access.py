@@ -35,7 +35,7 @@ def secret() -> Manifest:
 
 
 def variables(container: Manifest) -> dict[str, Any]:
-    return {one["name"]: one.get("value") or one["valueFrom"] for one in container.get("env", ())}
+    return {entry["name"]: entry.get("value") or entry["valueFrom"] for entry in container.get("env", ())}
 
 
 def key_of(variable: Any) -> str:
@@ -51,8 +51,8 @@ def key_of(variable: Any) -> str:
 
 def test_requests_and_admin_need_keys_that_the_secret_holds(shape: Rendered, secret: Manifest, tmp_path: Path) -> None:
     folder, _, file = config_of(shape).router.tenants.rpartition("/")
-    mounts = {one["mountPath"]: one["name"] for one in shape.containers["gateway"]["volumeMounts"]}
-    volumes = {one["name"]: one for one in shape.templates["gateway"]["spec"]["volumes"]}
+    mounts = {mount["mountPath"]: mount["name"] for mount in shape.containers["gateway"]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in shape.templates["gateway"]["spec"]["volumes"]}
     source = volumes[mounts[folder]]["secret"]
     assert source["secretName"] == SECRET
     assert "optional" not in source
@@ -76,7 +76,7 @@ def test_the_secret_is_valid_new_each_time_and_in_no_file(shape: Rendered, secre
     assert len(set(values)) == 4
     assert all(len(value) >= 43 for value in values), "256 bits"
     assert hash_of(values[0]) in secret["stringData"]["tenants.toml"]
-    assert "Secret" not in {one["kind"] for one in shape.manifests}, "it would be the same for everybody"
+    assert "Secret" not in {manifest["kind"] for manifest in shape.manifests}, "it would be the same for everybody"
 
 
 def test_every_key_that_a_pod_wants_is_in_the_secret(shape: Rendered, secret: Manifest) -> None:
@@ -140,7 +140,7 @@ def ways_of(shape: Rendered, direction: str, side: str) -> Ways:
         assert own, policy["metadata"]["name"]
         assert (direction in policy["spec"]) <= (direction.title() in policy["spec"]["policyTypes"])
         for rule in policy["spec"].get(direction, ()):
-            ports = {(one["port"], one.get("endPort", one["port"])) for one in rule.get("ports", ())}
+            ports = {(port["port"], port.get("endPort", port["port"])) for port in rule.get("ports", ())}
             peers = [selected(shape, peer["podSelector"]) for peer in rule.get(side, ())]
             assert all(peers), f"{policy['metadata']['name']} names labels that nobody has"
             for pod in own:
@@ -162,7 +162,7 @@ def test_network_policies_open_exactly_the_ways_that_are_used(shape: Rendered) -
         **dict.fromkeys(POOLS, each_other | {"gateway": kernels, "controller": kernels}),
     }
     out = ways_of(shape, "egress", "to")
-    assert {name: one.pop("anybody") for name, one in out.items()} == {key: {(53, 53)} for key in shape.templates}
+    assert {name: value.pop("anybody") for name, value in out.items()} == {key: {(53, 53)} for key in shape.templates}
     from_pods = [(source, target) for target, sources in ways.items() for source in sources if source != "anybody"]
     assert {(source, target) for source, targets in out.items() for target in targets} == set(from_pods)
     for source, target in from_pods:
@@ -170,7 +170,7 @@ def test_network_policies_open_exactly_the_ways_that_are_used(shape: Rendered) -
 
 
 def test_no_port_of_ray_is_among_those_that_gateways_may_reach(shape: Rendered) -> None:
-    [policy] = [one for name, one in shape.of("NetworkPolicy").items() if name == "ray-workers"]
+    [policy] = [value for name, value in shape.of("NetworkPolicy").items() if name == "ray-workers"]
     [rule] = [rule for rule in policy["spec"]["ingress"] if "ports" in rule]
     [opened] = rule["ports"]
     help_text = ray_help("start")
@@ -189,10 +189,10 @@ def test_grpc_clients_find_every_gateway(shape: Rendered) -> None:
     """A cluster IP would pin a client, which keeps one connection, to one of them."""
     services = shape.of("Service")
     assert services["gateway-grpc"]["spec"]["clusterIP"] == "None"
-    assert [one["targetPort"] for one in services["gateway-grpc"]["spec"]["ports"]] == ["grpc"]
+    assert [port["targetPort"] for port in services["gateway-grpc"]["spec"]["ports"]] == ["grpc"]
     for name, service in services.items():
         if service["spec"].get("clusterIP") != "None":
-            assert "grpc" not in [one["targetPort"] for one in service["spec"]["ports"]], name
+            assert "grpc" not in [port["targetPort"] for port in service["spec"]["ports"]], name
 
 
 # -- endings -----------------------------------------------------------------------------------------------------------

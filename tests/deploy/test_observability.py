@@ -120,7 +120,7 @@ def case(series: dict[str, str], firing: set[str], labels: str = "") -> dict[str
 
 def test_alerts_fire_for_their_causes_and_at_no_other_time(tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": rule_groups(OBJECTIVES)}))
-    names = {one.name for one in alerts(OBJECTIVES)}
+    names = {alert.name for alert in alerts(OBJECTIVES)}
     of_b = {"BatonPoolEmpty", "BatonWorkersMissing", "BatonKvFull", "BatonWorkersLost"}
     two = case(TWO_MODELS, of_b, ', model="b"') | {"name": "two models"}
     cases = [case(QUIET, set()), case(IDLE, set()), case(FIRING, names), two]
@@ -131,7 +131,7 @@ def test_alerts_fire_for_their_causes_and_at_no_other_time(tmp_path: Path) -> No
 
 async def test_rules_and_dashboards_name_series_that_gateways_have(tmp_path: Path) -> None:
     rules = [rule for group in rule_groups(OBJECTIVES) for rule in group["rules"]]
-    queries = [query for one in dashboards() for panel in one.panels for query, _ in panel.queries]
+    queries = [query for dashboard in dashboards() for panel in dashboard.panels for query, _ in panel.queries]
     recorded = {rule["record"] for rule in rules if "record" in rule}
     series = await exposed()
     for query in [rule["expr"] for rule in rules] + queries:
@@ -160,7 +160,7 @@ def test_dashboards_can_be_imported_anywhere() -> None:
 
 def test_a_chart_of_pools_or_workers_shows_every_model() -> None:
     """Each gateway counts the whole pool of a model: the highest count of a pool over all models is no pool's."""
-    panels = [panel for one in dashboards() for panel in one.panels]
+    panels = [panel for dashboard in dashboards() for panel in dashboard.panels]
     per_pool = [(query, legend) for panel in panels for query, legend in panel.queries if "max by (" in query]
     assert per_pool
     for query, legend in per_pool:

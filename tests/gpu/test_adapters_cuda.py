@@ -27,4 +27,4 @@ def test_greedy_tokens_are_those_of_merged_weights(tmp_path: Path) -> None:
         ids = {"a": load(engine, "a", adapter), "": ""}
         found = answers_of(engine, list(ids.values()))
         for name, adapter_id in ids.items():
-            assert [one.token_ids for one in found[adapter_id]] == expected[name]
+            assert [output.token_ids for output in found[adapter_id]] == expected[name]

@@ -59,8 +59,8 @@ def test_greedy_tokens_are_the_oracles(oracle: Oracle, family: str, prefill_chun
     folder, expected = oracle(family)
     torch.backends.cuda.matmul.allow_tf32 = False
     with colocated(cuda(folder, prefill_chunk=prefill_chunk, num_blocks=200)) as engine:
-        assert [one.token_ids for one in answer(engine, PROMPTS)] == expected
-        assert [one.token_ids for one in answer(engine, PROMPTS)] == expected
+        assert [output.token_ids for output in answer(engine, PROMPTS)] == expected
+        assert [output.token_ids for output in answer(engine, PROMPTS)] == expected
 
 
 @pytest.mark.parametrize("settings", [{"cuda_graphs": False}, {"steps_in_flight": 0}, {"steps_in_flight": 2}])
@@ -68,7 +68,7 @@ def test_neither_graphs_nor_steps_in_flight_change_a_token(oracle: Oracle, setti
     folder, expected = oracle("qwen3")
     torch.backends.cuda.matmul.allow_tf32 = False
     with colocated(cuda(folder, num_blocks=200, **settings)) as engine:
-        assert [one.token_ids for one in answer(engine, PROMPTS)] == expected
+        assert [output.token_ids for output in answer(engine, PROMPTS)] == expected
 
 
 @pytest.mark.parametrize("settings", [{}, {"steps_in_flight": 0}])
@@ -81,10 +81,10 @@ def test_a_grammar_binds_its_rows_and_no_others(tmp_path: Path, settings: dict[s
         for prompt, grammar in zip(prompts, grammars, strict=False)
     ]
     [free] = oracle_answers(model, prompts[2:], 40)
-    asked = [constrained.under(one) for one in grammars] + [constrained.under("", 40, ignore_eos=True)]
+    asked = [constrained.under(grammar) for grammar in grammars] + [constrained.under("", 40, ignore_eos=True)]
     torch.backends.cuda.matmul.allow_tf32 = False
     with colocated(cuda(tmp_path, num_blocks=200, **settings)) as engine:
-        assert [one.token_ids for one in answer(engine, prompts, asked)] == [*expected, free]
+        assert [output.token_ids for output in answer(engine, prompts, asked)] == [*expected, free]
 
 
 def test_the_cache_takes_what_the_card_has_left(oracle: Oracle) -> None:
@@ -103,9 +103,9 @@ def test_seeded_sampling_gives_the_cpus_tokens(oracle: Oracle) -> None:
     folder, _ = oracle("llama")
     sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=11, max_tokens=32, ignore_eos=True)
     with colocated(WorkerConfig(model=str(folder), device="cpu", dtype="float32", num_blocks=200)) as engine:
-        expected = [one.token_ids for one in answer(engine, PROMPTS, sampling)]
+        expected = [output.token_ids for output in answer(engine, PROMPTS, sampling)]
     with colocated(cuda(folder, num_blocks=200)) as engine:
-        assert [one.token_ids for one in answer(engine, PROMPTS, sampling)] == expected
+        assert [output.token_ids for output in answer(engine, PROMPTS, sampling)] == expected
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
@@ -115,10 +115,10 @@ def test_keys_and_values_in_8_bits_give_the_cpus_tokens(oracle: Oracle, kv_dtype
     torch.backends.cuda.matmul.allow_tf32 = False
     settings: dict[str, Any] = {"num_blocks": 200, "kv_dtype": kv_dtype}
     with colocated(WorkerConfig(model=str(folder), device="cpu", dtype="float32", **settings)) as engine:
-        expected = [one.token_ids[:4] for one in answer(engine, PROMPTS)]
+        expected = [output.token_ids[:4] for output in answer(engine, PROMPTS)]
     with colocated(cuda(folder, **settings)) as engine:
         for _ in range(2):
-            assert [one.token_ids[:4] for one in answer(engine, PROMPTS)] == expected
+            assert [output.token_ids[:4] for output in answer(engine, PROMPTS)] == expected
 
 
 def test_decode_steps_of_quantised_experts_are_graphs(tmp_path: Path) -> None:
@@ -132,5 +132,5 @@ def test_decode_steps_of_quantised_experts_are_graphs(tmp_path: Path) -> None:
             model=str(tmp_path), device="cuda", dtype="bfloat16", num_blocks=200, cuda_graphs=cuda_graphs
         )
         with colocated(config) as engine:
-            answers.append([one.token_ids for one in answer(engine, PROMPTS)])
+            answers.append([output.token_ids for output in answer(engine, PROMPTS)])
     assert answers[0] == answers[1]

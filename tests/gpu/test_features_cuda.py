@@ -48,18 +48,18 @@ def config(model: Path, **settings: Any) -> WorkerConfig:
 
 
 def tokens(answers: Sequence[Answer]) -> list[list[int]]:
-    return [one.token_ids for one in answers]
+    return [output.token_ids for output in answers]
 
 
 def assert_alike(found: Sequence[Answer], expected: Sequence[Answer], margin: float) -> None:
     """The same tokens. An answer may go another way at a token that was chosen by less than `margin` nats, and is not
     compared from there on."""
     for ours, theirs in zip(found, expected, strict=True):
-        logprobs = [one for update in theirs.updates for one in update.logprobs]
+        logprobs = [logprob for update in theirs.updates for logprob in update.logprobs]
         for place, (token, other) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True)):
             if token != other:
                 best, *near = logprobs[place].top
-                close = [one.token_id for one in near if best.logprob - one.logprob < margin]
+                close = [token.token_id for token in near if best.logprob - token.logprob < margin]
                 assert token in close, f"token {place} is {token}, not {other}: {logprobs[place].top}"
                 break
 
@@ -90,7 +90,7 @@ def test_drafts_that_are_half_right_change_no_token(tmp_path: Path, family: str,
     with colocated(config(tmp_path, speculate="off", **settings)) as engine:
         plain = answer(engine, PROMPTS, GREEDY)
     with colocated(config(tmp_path, **settings)) as engine:
-        known = {str(number): one.token_ids for number, one in enumerate(plain)}
+        known = {str(number): output.token_ids for number, output in enumerate(plain)}
         drafter = KnownAnswers(known, right=0.5, vocab_size=engine.scheduler.config.vocab_size)
         engine.scheduler.speculation = speculation = Speculation([drafter], max_drafts=6)
         assert tokens(answer(engine, PROMPTS, GREEDY)) == tokens(plain)
@@ -208,7 +208,9 @@ def vectors(
 ) -> list[torch.Tensor]:
     with colocated(settings) as engine:
         answers = answer(engine, prompts, asked)
-    return [torch.from_numpy(np.frombuffer(one.updates[-1].embedding, dtype=np.float32).copy()) for one in answers]
+    return [
+        torch.from_numpy(np.frombuffer(output.updates[-1].embedding, dtype=np.float32).copy()) for output in answers
+    ]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
@@ -307,4 +309,4 @@ def test_keys_and_values_in_8_bits_come_back_from_the_host(tmp_path: Path, kv_dt
         (loaded,) = answer(engine, [prompt], params)
     assert (cached.num_cached_tokens, loaded.num_cached_tokens) == (64, 64)
     assert loaded.token_ids == cached.token_ids
-    assert [one.logprobs for one in loaded.updates] == [one.logprobs for one in cached.updates]
+    assert [update.logprobs for update in loaded.updates] == [update.logprobs for update in cached.updates]

@@ -64,10 +64,10 @@ def test_a_small_cache_with_a_host_tier_answers_as_a_large_one(tmp_path: Path, d
     make_checkpoint("qwen3", tmp_path)
     torch.backends.cuda.matmul.allow_tf32 = False
     with colocated(small(tmp_path, num_blocks=200, host_kv_gib=0.0)) as large:
-        expected = [one.token_ids for one in answer(large, PROMPTS, FEW)]
+        expected = [output.token_ids for output in answer(large, PROMPTS, FEW)]
     with colocated(small(tmp_path, steps_in_flight=depth)) as engine:
         for _ in range(6):
-            assert [one.token_ids for one in answer(engine, PROMPTS, FEW)] == expected
+            assert [output.token_ids for output in answer(engine, PROMPTS, FEW)] == expected
         load = engine.load().host
         assert load is not None
         assert load.num_hit_tokens > 0
@@ -120,7 +120,7 @@ def test_a_prompt_is_loaded_while_an_answer_goes_on(tmp_path: Path) -> None:
         engine.submit(GenerateRequest(request_id="again", prompt_ids=prompt, sampling=FEW), now=0.0)
         cached = 0
         while engine.has_work():
-            cached += sum(one.num_cached_tokens for one in engine.step(0.0) if one.request_id == "again")
+            cached += sum(request.num_cached_tokens for request in engine.step(0.0) if request.request_id == "again")
             engine.check_integrity()
         engine.assert_idle()
         assert cached == 96

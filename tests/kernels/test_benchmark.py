@@ -55,7 +55,7 @@ def test_a_dry_run_goes_all_the_way(name: str, tmp_path: Path) -> None:
             "FP8 blocks",
         }
     else:
-        assert [one["engine"] for one in told["served"]] == ["baton", "transformers"]
+        assert [row["engine"] for row in told["served"]] == ["baton", "transformers"]
 
 
 @pytest.mark.skipif(ON_GPU, reason="there is a GPU")

@@ -39,7 +39,7 @@ def drawn(logits_RV: torch.Tensor, samples: list[Sample]) -> list[int]:
 
 def samples_of(params: list[SamplingParams]) -> list[Sample]:
     """Indices on both sides of 32 bits."""
-    return [Sample(params=one, index=index * (2**32 + 1)) for index, one in enumerate(params)]
+    return [Sample(params=param, index=index * (2**32 + 1)) for index, param in enumerate(params)]
 
 
 FILTERS: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_are_the_samplers(kind: str, vocab_size: int) -> None:
     """One row for each filter: parameters of neighbours do not mix."""
     settings = [{"temperature": 1.0} | filters for filters in FILTERS.values()]
-    params = [SamplingParams(seed=index * 2**40 - 5, **one) for index, one in enumerate(settings)]
+    params = [SamplingParams(seed=index * 2**40 - 5, **setting) for index, setting in enumerate(settings)]
     logits_RV = logits_of(kind, len(params), vocab_size)
     expected = [output.token_ids[0] for output in sample(logits_RV, samples_of(params)).fetch()]
     assert drawn(logits_RV, samples_of(params)) == expected

@@ -137,12 +137,12 @@ def test_each_pair_has_the_product_with_its_own_expert(form: str, num_tokens: in
 @pytest.mark.parametrize("down", ["4 bits, a zero each", "float"])
 def test_the_sum_of_each_tokens_quantised_experts(down: str) -> None:
     width, num_experts, slots = 80, 4, 2
-    first = {one: weight_of(outputs=2 * width, group=32, zeros=True, seed=one) for one in range(num_experts)}
-    second = {one: weight_of(outputs=256, inputs=width, group=16, seed=9 + one) for one in range(num_experts)}
-    floats = {one: weight.dequantised().to(NARROW) for one, weight in second.items()}
+    first = {number: weight_of(outputs=2 * width, group=32, zeros=True, seed=number) for number in range(num_experts)}
+    second = {number: weight_of(outputs=256, inputs=width, group=16, seed=9 + number) for number in range(num_experts)}
+    floats = {value: weight.dequantised().to(NARROW) for value, weight in second.items()}
     layer = grouped_experts(
-        {one: kernel_of(weight) for one, weight in first.items()},
-        floats if down == "float" else {one: kernel_of(weight) for one, weight in second.items()},
+        {value: kernel_of(weight) for value, weight in first.items()},
+        floats if down == "float" else {value: kernel_of(weight) for value, weight in second.items()},
         silu_mul,
         num_experts=num_experts,
     )
@@ -163,11 +163,11 @@ def test_the_sum_of_each_tokens_quantised_experts(down: str) -> None:
 def test_what_no_kernel_takes_is_left_to_the_experts_themselves() -> None:
     """Two forms, an input scale of each expert, and torch's products."""
     four, eight = weight_of(outputs=64), weight_of(outputs=64, bits=8)
-    static = {one: in_bytes("int8", one, scale=0.01 * (1 + one)) for one in range(2)}
+    static = {number: in_bytes("int8", number, scale=0.01 * (1 + number)) for number in range(2)}
     others: list[dict[int, Any]] = [
         {0: kernel_of(four), 1: kernel_of(eight)},
         {0: kernel_of(four), 1: four.dequantised()},
-        {one: kernel_of(weight) for one, weight in static.items()},
+        {value: kernel_of(weight) for value, weight in static.items()},
         {0: partial(product, four), 1: partial(product, four)},
     ]
     for weights in others:

@@ -349,7 +349,9 @@ def test_no_launch_looks_at_what_the_device_computes(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(module, name, launches)
     order_I = torch.randperm(256, device=DEVICE)
     weights = [FORMS["Q4_K"], replace(FORMS["4 bits, a zero each"], order_I=order_I)]
-    weights += [bytes_of(one.levels, 70, 256, 1, one) for one in ROUNDINGS.values() if one.group is None]
+    weights += [
+        bytes_of(rounding.levels, 70, 256, 1, rounding) for rounding in ROUNDINGS.values() if rounding.group is None
+    ]
     for weight in weights:
         product = quantised_product(weight)
         assert product is not None

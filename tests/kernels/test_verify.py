@@ -34,11 +34,11 @@ class Calls:
             clock=lambda: float(next(ticks)),
             report=self.told.append,
         )
-        return {one.name: one.exit_code for one in outcomes}
+        return {outcome.name: outcome.exit_code for outcome in outcomes}
 
     def recorded(self) -> dict[str, int | None]:
         told = json.loads((self.out / "verified.json").read_text())
-        return {one["name"]: one["exit_code"] for one in told["outcomes"]}
+        return {outcome["name"]: outcome["exit_code"] for outcome in told["outcomes"]}
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_what_hangs_is_given_up_and_says_how_far_it_came(calls: Calls) -> None:
 
 
 def test_every_check_fits_a_lease_of_ten_minutes_and_names_what_there_is() -> None:
-    assert len({one.name for one in CHECKS}) == len(CHECKS)
+    assert len({entry.name for entry in CHECKS}) == len(CHECKS)
     for one in CHECKS:
         assert one.limit_s <= 540
         paths = [argument for argument in one.arguments if argument.startswith(("tests", "benchmarks"))]
@@ -108,6 +108,6 @@ raise SystemExit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider",
 
 def test_checks_import_nothing_that_a_machine_with_torch_and_pytest_may_lack() -> None:
     """Such a machine is lent for minutes: there is no index of packages, and no time."""
-    paths = [one for check in CHECKS for one in check.arguments if one.startswith("tests/")]
+    paths = [argument for check in CHECKS for argument in check.arguments if argument.startswith("tests/")]
     done = subprocess.run([sys.executable, "-c", BARE, *paths], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]

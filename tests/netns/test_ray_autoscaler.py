@@ -141,7 +141,7 @@ def until(what: str, holds: Callable[[], bool]) -> None:
 def ready(ray: AutoscaledRay) -> dict[str, int]:
     """Process ids of the ready workers by their names."""
     workers: list[dict[str, Any]] = ray.gateway.status()["workers"]
-    return {one["worker_id"]: one["info"]["process_id"] for one in workers if one["state"] == "ready"}
+    return {worker["worker_id"]: worker["info"]["process_id"] for worker in workers if worker["state"] == "ready"}
 
 
 def answer(ray: AutoscaledRay) -> str:

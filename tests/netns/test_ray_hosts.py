@@ -95,7 +95,7 @@ class RayHosts:
             ports = [f"--{name}={port}" for name, port in ray_ports(pool).items()]
             head, offered = f"--address={self.hosts.address(HEAD)}:6379", f"--resources={json.dumps(offers)}"
             starting.append(self._ray(number, head, "--num-cpus=1", offered, *ports))
-        assert [one.wait(START_S) for one in starting] == [0] * len(numbers)
+        assert [process.wait(START_S) for process in starting] == [0] * len(numbers)
 
     def close(self) -> None:
         for deployed in reversed(self._deployed):
@@ -146,8 +146,8 @@ class RayHosts:
 def pool_group(pool: str) -> dict[str, Any]:
     """A pool's group of pods, as the manifests have it."""
     manifests = yaml.safe_load_all((K8S / "base" / "raycluster.yaml").read_text())
-    [ray] = [one for one in manifests if one["kind"] == "RayCluster"]
-    [group] = [one for one in ray["spec"]["workerGroupSpecs"] if one["groupName"] == pool]
+    [ray] = [manifest for manifest in manifests if manifest["kind"] == "RayCluster"]
+    [group] = [group for group in ray["spec"]["workerGroupSpecs"] if group["groupName"] == pool]
     return dict(group)
 
 
@@ -189,7 +189,9 @@ def text(gateway: Deployed) -> str:
 def pids(gateway: Deployed) -> dict[str, int]:
     """The processes of the workers that serve."""
     return {
-        one["worker_id"]: one["info"]["process_id"] for one in gateway.status()["workers"] if one["state"] == "ready"
+        worker["worker_id"]: worker["info"]["process_id"]
+        for worker in gateway.status()["workers"]
+        if worker["state"] == "ready"
     }
 
 
@@ -204,7 +206,7 @@ def test_each_worker_is_on_the_node_of_its_pool_and_kv_goes_over_the_network(fiv
     before = gateway.metric("baton_pool_transfer_bytes_total", "decode")
     text(gateway)
     status = gateway.status()
-    places = {one["worker_id"]: one["address"].partition(":")[0] for one in status["workers"]}
+    places = {worker["worker_id"]: worker["address"].partition(":")[0] for worker in status["workers"]}
     assert places == {"prefill-0": hosts.address(PREFILL), "decode-0": hosts.address(DECODE)}
     assert gateway.metric("baton_pool_transfer_bytes_total", "decode") > before
     lanes = [lane for held in status["kv"].values() for lane in held["lanes"]]
@@ -214,13 +216,15 @@ def test_each_worker_is_on_the_node_of_its_pool_and_kv_goes_over_the_network(fiv
 def test_workers_listen_where_network_policies_let_gateways_in(five_hosts: RayHosts) -> None:
     """On a pool's host: Ray's ports as the manifests name them, Ray's own workers', and Baton's in the open range."""
     policies = {
-        one["metadata"]["name"]: one["spec"]
-        for one in yaml.safe_load_all((K8S / "base" / "networkpolicy.yaml").read_text())
+        manifest["metadata"]["name"]: manifest["spec"]
+        for manifest in yaml.safe_load_all((K8S / "base" / "networkpolicy.yaml").read_text())
     }
     [opened] = [rule["ports"][0] for rule in policies["ray-workers"]["ingress"] if "ports" in rule]
     listening = five_hosts.hosts.listening(DECODE)
     own = {port for port in listening if opened["port"] <= port <= opened["endPort"]}
-    [address] = [one["address"] for one in five_hosts.gateway.status()["workers"] if one["worker_id"] == "decode-0"]
+    [address] = [
+        worker["address"] for worker in five_hosts.gateway.status()["workers"] if worker["worker_id"] == "decode-0"
+    ]
     assert int(address.rpartition(":")[2]) in own
     named = set(ray_ports("decode").values())
     assert not {port for port in listening - own - named if not 10002 <= port <= 19999}, "a port that no policy knows"

@@ -95,7 +95,9 @@ def canaries(gateway: Deployed) -> dict[str, int]:
 
 
 def is_decoding(gateway: Deployed) -> bool:
-    return any(one["load"]["num_running"] for one in gateway.status()["workers"] if one["worker_id"] == "decode-0")
+    return any(
+        worker["load"]["num_running"] for worker in gateway.status()["workers"] if worker["worker_id"] == "decode-0"
+    )
 
 
 def test_kv_goes_over_the_network_and_the_answer_is_that_of_one_host(four_hosts: FourHosts) -> None:
@@ -105,7 +107,7 @@ def test_kv_goes_over_the_network_and_the_answer_is_that_of_one_host(four_hosts:
     assert canaries(gateway).get("different", 0) == 0
     assert canaries(gateway)["same"] > 0
     status = gateway.status()
-    places = {one["worker_id"]: one["address"] for one in status["workers"]}
+    places = {worker["worker_id"]: worker["address"] for worker in status["workers"]}
     assert places == {"prefill-0": f"{hosts.address(PREFILL)}:{PORT}", "decode-0": f"{hosts.address(DECODE)}:{PORT}"}
     assert gateway.metric("baton_pool_transfer_bytes_total", "decode") > 0
     lanes = [lane for held in status["kv"].values() for lane in held["lanes"]]

@@ -203,7 +203,7 @@ class MTPTwin:
         (copy / "model.safetensors").symlink_to(folder / "model.safetensors")
         self._model: Any = Target(copy).model.model
         stored, prefix = load_file(folder / "model.safetensors"), f"model.layers.{number}."
-        self._tensors = {name.removeprefix(prefix): one for name, one in stored.items() if name.startswith(prefix)}
+        self._tensors = {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
 
     @torch.no_grad()
     def drafts(self, target: Target, tokens: list[int], count: int) -> list[int]:

@@ -84,7 +84,7 @@ def test_greedy_tokens_are_those_of_merged_weights(folder: Path, expected: dict[
         for num_cached in (0, 48):
             found = answers_of(engine, list(ids.values()))
             for name, adapter_id in ids.items():
-                assert [one.token_ids for one in found[adapter_id]] == expected[name], f"of {name or 'the model'}"
+                assert [output.token_ids for output in found[adapter_id]] == expected[name], f"of {name or 'the model'}"
                 assert found[adapter_id][2].num_cached_tokens == num_cached
 
 
@@ -118,7 +118,7 @@ def test_an_adapter_ends_with_its_last_request(tmp_path: Path) -> None:
         submit(engine, "running", PROMPTS[1], old, SAMPLING)
         engine.step(now=0.0)
         new = load(engine, "a", second)
-        assert [one.adapter_id for one in adapters.served.adapters] == [new]
+        assert [adapter.adapter_id for adapter in adapters.served.adapters] == [new]
         submit(engine, "on its way", PROMPTS[0], old, SAMPLING)
         adapters.retire_replaced()  # as the next order does
         with pytest.raises(AdapterNotLoaded):

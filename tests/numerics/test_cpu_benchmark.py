@@ -79,7 +79,7 @@ def test_the_slower_of_products_and_memory_is_the_floor() -> None:
 
 
 def test_fewer_requests_of_the_same_lengths_and_each_load_once() -> None:
-    found = [(one.name, one.num_requests) for one in scaled(LARGE, 8)]
+    found = [(entry.name, entry.num_requests) for entry in scaled(LARGE, 8)]
     assert found == [("4 x (512 -> 128)", 4), ("1 x (2048 -> 32)", 1), ("1 x (256 -> 64)", 1), ("2 x (256 -> 64)", 2)]
     assert scaled(LARGE, 1) == list(LARGE)
 

@@ -57,7 +57,7 @@ def counts_of(engine: Any) -> SpeculationCounts:
 
 
 def tokens(engine: Any, params: Sequence[SamplingParams]) -> list[list[int]]:
-    return [one.token_ids for one in answer(engine, PROMPTS, params)]
+    return [output.token_ids for output in answer(engine, PROMPTS, params)]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_a_prefix_hit_finds_what_the_draft_model_has_written(target: Path) -> No
         first = tokens(engine, params)
         again = answer(engine, PROMPTS, params)
         counts = counts_of(engine)
-    assert [one.token_ids for one in again] == first
-    assert all(one.num_cached_tokens >= 36 for one in again)
+    assert [output.token_ids for output in again] == first
+    assert all(output.num_cached_tokens >= 36 for output in again)
     assert counts.num_drafted == counts.num_accepted > 100
 
 

@@ -27,13 +27,13 @@ def test_a_prompt_has_the_vector_of_transformers(checkpoint: Checkpoint, setting
     with colocated(config) as engine:
         for _ in range(2):  # the second time the prefix is cached
             answers = answer(engine, [*PROMPTS * 2, PROMPTS[0]], [*asked, GREEDY])
-            found = [one.updates[-1] for one in answers[:-1]]
+            found = [output.updates[-1] for output in answers[:-1]]
             for update, vector_E in zip(found, expected, strict=True):
                 assert_close(torch.from_numpy(np.frombuffer(update.embedding, dtype=np.float32).copy()), vector_E)
             assert not answers[-1].updates[0].embedding
         assert found[0].num_cached_tokens == 32
         assert found[3].num_cached_tokens == 0, "the mean needs every position"
-    assert [len(one.token_ids) for one in answers[:-1]] == [1] * 6
+    assert [len(output.token_ids) for output in answers[:-1]] == [1] * 6
 
 
 def test_a_decoder_of_transformers_has_them_too(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_a_rope_that_varies_with_the_prompt(checkpoint: Checkpoint, name: str) -
     with colocated(config_of(folder, max_model_len=160)) as engine:
         for prompt, tokens in zip(prompts, expected, strict=True):
             assert answer(engine, [prompt])[0].token_ids == tokens
-        assert [one.token_ids for one in answer(engine, prompts)] == expected
+        assert [output.token_ids for output in answer(engine, prompts)] == expected
 
 
 @torch.no_grad()
@@ -85,8 +85,8 @@ def test_a_repetition_penalty_is_transformers(checkpoint: Checkpoint) -> None:
     with colocated(config_of(folder)) as engine:
         penalised = answer(engine, PROMPTS, replace(GREEDY, repetition_penalty=1.3))
         plain = answer(engine, PROMPTS)
-    assert [one.token_ids for one in penalised] == expected
-    assert [one.token_ids for one in plain] != expected
+    assert [output.token_ids for output in penalised] == expected
+    assert [output.token_ids for output in plain] != expected
 
 
 def test_a_seed_gives_the_same_tokens_however_they_are_computed(checkpoint: Checkpoint) -> None:
@@ -103,15 +103,15 @@ def test_a_seed_gives_the_same_tokens_however_they_are_computed(checkpoint: Chec
             together = answer(engine, PROMPTS, asked)
             again = answer(engine, PROMPTS, asked)
             assert (engine.scheduler.num_preemptions > 0) == ("num_blocks" in settings)
-        assert [one.token_ids for one in together] == alone
-        assert [one.token_ids for one in again] == alone
+        assert [output.token_ids for output in together] == alone
+        assert [output.token_ids for output in again] == alone
 
 
 def test_choices_of_one_prompt_differ_by_their_seeds(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint("llama")
     asked = [SamplingParams(seed=seed, max_tokens=24, ignore_eos=True) for seed in (1, 2, 3, 1)]
     with colocated(config_of(folder)) as engine:
-        first, second, third, first_again = (one.token_ids for one in answer(engine, [PROMPTS[5]] * 4, asked))
+        first, second, third, first_again = (output.token_ids for output in answer(engine, [PROMPTS[5]] * 4, asked))
     assert first == first_again
     assert len({tuple(tokens) for tokens in (first, second, third)}) == 3
 

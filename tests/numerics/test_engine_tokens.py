@@ -71,11 +71,11 @@ def test_greedy_tokens_are_the_oracles(
         cold = answer(engine, PROMPTS)
         preemptions, frees = engine.scheduler.num_preemptions, engine.pool.has_windows
         warm = answer(engine, PROMPTS)
-    assert [one.token_ids for one in cold] == expected
-    assert [one.token_ids for one in warm] == expected
-    assert all(one.finish_reason is FinishReason.LENGTH for one in cold + warm)
-    assert all(one.num_cached_tokens == 0 for one in cold)
+    assert [output.token_ids for output in cold] == expected
+    assert [output.token_ids for output in warm] == expected
+    assert all(output.finish_reason is FinishReason.LENGTH for output in cold + warm)
+    assert all(output.num_cached_tokens == 0 for output in cold)
     if num_blocks == PLENTY:  # else the cache may be evicted by the time it is asked for
         full = [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
-        assert [one.num_cached_tokens for one in warm] == full
+        assert [output.num_cached_tokens for output in warm] == full
     assert (preemptions > 0) == (num_blocks == SCARCE and not frees), "windows that free leave enough for all"

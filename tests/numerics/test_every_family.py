@@ -41,14 +41,14 @@ def test_tokens_are_the_oracles_cold_warm_preempted_and_moved(family: str, check
     expected = oracle_answers(model, PROMPTS, PARAMS.max_tokens)
     small = WorkerConfig(model=str(folder), prefill_chunk=16, num_blocks=SCARCE, device="cpu", bind_cores="off")
     with two(small, replace(small, prefill_chunk=512, num_blocks=30)) as (old, new):
-        assert [one.token_ids for one in answer(old.engine, PROMPTS, PARAMS)] == expected
+        assert [output.token_ids for output in answer(old.engine, PROMPTS, PARAMS)] == expected
         assert old.engine.scheduler.num_preemptions > 0 or old.engine.pool.has_windows
         cold = answer(new.engine, PROMPTS[:2], PARAMS)
         assert moved(old, new, PROMPTS[2], PARAMS, num_before=9) == expected[2]
         warm = answer(new.engine, PROMPTS, PARAMS)
-    assert [one.token_ids for one in cold] == expected[:2]
-    assert [one.token_ids for one in warm] == expected
-    cached = [one.num_cached_tokens for one in warm]
+    assert [output.token_ids for output in cold] == expected[:2]
+    assert [output.token_ids for output in warm] == expected
+    cached = [output.num_cached_tokens for output in warm]
     assert cached[:2] == [0, 32]
     assert cached[2] == 64 or new.engine.pool.has_windows, "what a window no longer reads did not move"
 

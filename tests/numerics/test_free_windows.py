@@ -46,7 +46,7 @@ def test_tokens_are_the_oracles_in_scarce_and_in_ample_caches(checkpoint: Checkp
         with colocated(config) as engine:
             assert engine.pool.windows.num_groups == num_groups
             for _ in range(2):
-                assert [one.token_ids for one in answer(engine, PROMPTS, PARAMS)] == expected
+                assert [output.token_ids for output in answer(engine, PROMPTS, PARAMS)] == expected
             if num_blocks != scarce:
                 assert answer(engine, PROMPTS, PARAMS)[2].num_cached_tokens >= 64
     with pytest.raises(Misconfigured, match="max_model_len"):
@@ -61,7 +61,7 @@ def test_steps_in_flight_and_two_ranks_give_the_same(checkpoint: Checkpoint) -> 
         model=str(folder), block_size=4, device="cpu", num_blocks=60, prefill_chunk=16, tp=2, steps_in_flight=2
     )
     with colocated(config) as engine:
-        assert [one.token_ids for one in answer(engine, PROMPTS, PARAMS)] == expected
+        assert [output.token_ids for output in answer(engine, PROMPTS, PARAMS)] == expected
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
@@ -75,7 +75,7 @@ def test_layers_run_in_one_call_with_tables_of_their_groups(checkpoint: Checkpoi
         )
         with colocated(config) as engine:
             params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
-            updates = [update for one in answer(engine, PROMPTS, params) for update in one.updates]
+            updates = [update for output in answer(engine, PROMPTS, params) for update in output.updates]
             answers.append([(update.token_ids, update.logprobs) for update in updates])
     assert answers[0] == answers[1]
 

@@ -131,7 +131,7 @@ def test_weights_side_by_side_give_the_same_bits(
 def side_by_side(context: LayerContext, share: WeightShare, *, gated: bool = False) -> Matrix:
     floats = FloatEncoding()
     shares = [replace(share, projections=(projection,)) for projection in share.projections]
-    return SideBySide([floats.matrix(context, one) for one in shares], context.kernels, gated=gated)
+    return SideBySide([floats.matrix(context, share) for share in shares], context.kernels, gated=gated)
 
 
 def test_nothing_is_compiled_for_an_attention_that_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

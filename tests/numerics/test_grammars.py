@@ -58,8 +58,8 @@ def test_greedy_answers_are_the_masked_oracles(served: tuple[Path, Any], setting
     asked = [under(grammars[0]), under(grammars[1]), under("", 40, ignore_eos=True)]
     with colocated(config_of(folder, **settings)) as engine:
         answers = answer(engine, PROMPTS, asked)
-    assert [one.token_ids for one in answers] == [*expected, free]
-    assert [one.finish_reason for one in answers] == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
+    assert [output.token_ids for output in answers] == [*expected, free]
+    assert [output.finish_reason for output in answers] == [FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH]
     jsonschema.validate(json.loads(text_of(folder, answers[0].token_ids)), PERSON)
 
 
@@ -106,7 +106,7 @@ def test_every_answer_that_ends_fits_its_schema(served: tuple[Path, Any]) -> Non
     ]
     with colocated(config_of(folder)) as engine:
         answers = answer(engine, [[i + 3] for i in range(len(schemas))], asked)
-    ended = [(one, schema) for one, schema in zip(answers, schemas, strict=True) if one.token_ids[-1] == EOS]
+    ended = [(output, schema) for output, schema in zip(answers, schemas, strict=True) if output.token_ids[-1] == EOS]
     assert len(ended) > len(schemas) // 2
     for one, schema in ended:
         assert one.finish_reason is FinishReason.STOP
@@ -126,7 +126,7 @@ def test_calls_that_are_required_are_read_as_calls(served: tuple[Path, Any], for
     with colocated(config_of(folder)) as engine:
         answers = answer(engine, [[5]] * len(asked), asked)
     schemas = {"save": PERSON, "now": {"type": "object", "maxProperties": 0}}
-    for one in (one for one in answers if one.finish_reason is FinishReason.STOP):
+    for one in (output for output in answers if output.finish_reason is FinishReason.STOP):
         reader = reader_of(form, functions)
         parts = [*reader.feed(text_of(folder, one.token_ids)), *reader.end()]
         assert not [part for part in parts if isinstance(part, str)]
@@ -134,7 +134,7 @@ def test_calls_that_are_required_are_read_as_calls(served: tuple[Path, Any], for
         for begun in (part for part in calls if part.name):
             told = "".join(part.arguments for part in calls if part.index == begun.index)
             jsonschema.validate(json.loads(told), schemas[begun.name])
-    assert sum(one.finish_reason is FinishReason.STOP for one in answers) >= 2
+    assert sum(output.finish_reason is FinishReason.STOP for output in answers) >= 2
 
 
 def test_another_worker_goes_on_with_the_same_tokens(served: tuple[Path, Any]) -> None:
@@ -316,7 +316,7 @@ def test_masks_of_drafts_wait_for_those_of_earlier_drafts(tmp_path: Path, monkey
     second.result(timeout=60)
     samples = [Sample(params=under(grammar), index=num, output_ids=written[:num]) for num in range(4)]
     masks = grammars.allowed_after("r", samples)
-    assert [int(one.view(np.uint8).tobytes()[token_id // 8]) >> token_id % 8 & 1 for one, token_id in
+    assert [int(mask.view(np.uint8).tobytes()[token_id // 8]) >> token_id % 8 & 1 for mask, token_id in
             zip(masks, written[1:], strict=True)] == [1, 1, 1]  # fmt: skip
     assert mask_of(grammars, grammar, written) == mask_of(known, grammar, written)
 
@@ -468,9 +468,9 @@ def test_what_is_not_kept_is_made_again(served: tuple[Path, Any], monkeypatch: p
     folder, _ = served
     asked = [under(json_grammar(PERSON)), under(regex_grammar("[0-9]{20}")), under(regex_grammar("[a-z]{20}"))]
     with colocated(config_of(folder)) as engine:
-        expected = [one.token_ids for one in answer(engine, PROMPTS, asked)]
+        expected = [output.token_ids for output in answer(engine, PROMPTS, asked)]
         monkeypatch.setattr(guidance, "MAX_COMPILED", 1)
-        assert [one.token_ids for one in answer(engine, PROMPTS, asked)] == expected
+        assert [output.token_ids for output in answer(engine, PROMPTS, asked)] == expected
 
 
 def test_a_worker_without_a_tokenizer_refuses(checkpoint: Checkpoint) -> None:

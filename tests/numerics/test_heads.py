@@ -123,7 +123,7 @@ def test_drafts_are_those_of_plain_torch_with_the_same_tensors(target: Path, tmp
 @pytest.fixture(scope="module")
 def plain(target: Path) -> list[list[int]]:
     with colocated(config(target)) as engine:
-        return [one.token_ids for one in answer(engine, PROMPTS, MANY)]
+        return [output.token_ids for output in answer(engine, PROMPTS, MANY)]
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -132,14 +132,14 @@ def test_heads_change_no_answer(target: Path, plain: list[list[int]], tmp_path: 
     mode, _ = HEADS[kind](tmp_path)
     with colocated(config(target, mode, num_blocks=24)) as engine:
         for _ in range(2):
-            assert [one.token_ids for one in answer(engine, PROMPTS, MANY)] == plain
+            assert [output.token_ids for output in answer(engine, PROMPTS, MANY)] == plain
         assert num_drafted(engine) > 40
 
 
 def test_every_rank_runs_a_head(target: Path, plain: list[list[int]], tmp_path: Path) -> None:
     mode, _ = speculators(tmp_path)
     with colocated(config(target, mode, tp=2)) as engine:
-        assert [one.token_ids for one in answer(engine, PROMPTS, MANY)] == plain
+        assert [output.token_ids for output in answer(engine, PROMPTS, MANY)] == plain
         assert num_drafted(engine) > 40
 
 
@@ -160,10 +160,10 @@ def test_layers_for_multi_token_prediction_draft_as_in_transformers(tmp_path: Pa
     make_checkpoint(family, folder)
     head_twins.add_mtp(folder)
     with colocated(config(folder)) as engine:
-        plain = [one.token_ids for one in answer(engine, PROMPTS, GREEDY)]
+        plain = [output.token_ids for output in answer(engine, PROMPTS, GREEDY)]
     with colocated(config(folder, "mtp", num_blocks=40)) as engine:
         found = recorded(engine)
-        assert [one.token_ids for one in answer(engine, PROMPTS, GREEDY)] == plain
+        assert [output.token_ids for output in answer(engine, PROMPTS, GREEDY)] == plain
         assert engine.scheduler.num_preemptions
     twin, model = head_twins.MTPTwin(folder, tmp_path / "copy"), Target(folder)
     for tokens, draft in found.drafts[:: len(found.drafts) // 8]:

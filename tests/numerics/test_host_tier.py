@@ -28,7 +28,7 @@ def test_a_small_cache_with_a_host_tier_answers_as_a_large_one(checkpoint: Check
     with colocated(config) as small:
         for prompt, tokens in zip(PROMPTS * 2, expected * 2, strict=True):
             assert answer(small, [prompt], FEW)[0].token_ids == tokens
-        assert [one.token_ids for one in answer(small, PROMPTS, FEW)] == expected
+        assert [output.token_ids for output in answer(small, PROMPTS, FEW)] == expected
         load = small.load().host
         assert load is not None
         assert load.num_hit_tokens > 300

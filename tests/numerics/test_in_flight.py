@@ -41,7 +41,7 @@ def config_of(folder: Path, **settings: Any) -> WorkerConfig:
 def test_greedy_tokens_are_the_oracles(checkpoint: Checkpoint, steps: int, tp: int, num_blocks: int) -> None:
     folder, model = checkpoint("qwen3")
     with colocated(config_of(folder, steps_in_flight=steps, tp=tp, num_blocks=num_blocks)) as engine:
-        assert [one.token_ids for one in answer(engine, PROMPTS)] == oracle_answers(model, PROMPTS)
+        assert [output.token_ids for output in answer(engine, PROMPTS)] == oracle_answers(model, PROMPTS)
         assert (engine.scheduler.num_preemptions > 0) == (num_blocks == SCARCE)
 
 
@@ -68,9 +68,9 @@ def test_whatever_is_asked_for_is_told_as_without(checkpoint: Checkpoint) -> Non
             ours, theirs = (
                 [one for update in told.updates for one in getattr(update, field)] for told in (with_, without)
             )
-            assert [one.chosen.token_id for one in ours] == [one.chosen.token_id for one in theirs]
-            assert [one.chosen.logprob for one in ours] == pytest.approx(
-                [one.chosen.logprob for one in theirs], abs=1e-5
+            assert [output.chosen.token_id for output in ours] == [output.chosen.token_id for output in theirs]
+            assert [output.chosen.logprob for output in ours] == pytest.approx(
+                [output.chosen.logprob for output in theirs], abs=1e-5
             )
 
 

@@ -67,10 +67,10 @@ def test_drafts_change_no_answer_of_other_caches_and_layers(
         engine.scheduler.speculation = None
         plain = answer(engine, prompts, params)
     with colocated(config) as engine:
-        known = {str(number): one.token_ids for number, one in enumerate(plain)}
+        known = {str(number): output.token_ids for number, output in enumerate(plain)}
         engine.scheduler.speculation = speculation = drafted(engine, known)
         again = answer(engine, prompts, params)
-    assert [one.token_ids for one in again] == [one.token_ids for one in plain]
+    assert [output.token_ids for output in again] == [output.token_ids for output in plain]
     assert speculation.counts.num_accepted > 10
 
 

@@ -67,7 +67,7 @@ def test_a_decoder_without_a_head_has_the_vectors_of_transformers(
     source, _ = checkpoint(family)
     whole = load_file(source / "model.safetensors")
     prefix = EMBEDDINGS.get(family, "model.").partition(".")[0] + "."
-    tensors = {name.removeprefix(prefix): one for name, one in whole.items() if name.startswith(prefix)}
+    tensors = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
     folder = stored(tmp_path, source, tensors, architectures=[architecture], tie_word_embeddings=tied)
     oracle = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
     config = WorkerConfig(model=str(folder), device="cpu", num_blocks=64)

@@ -61,13 +61,13 @@ def test_the_text_part_has_the_models_logits(make: Any, saved_as: str, tmp_path:
     model.save_pretrained(tmp_path)
     if saved_as == "in memory":
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        save_file({name: one for name, one in state.items() if name != "lm_head.weight" or make is not gemma3},
+        save_file({name: value for name, value in state.items() if name != "lm_head.weight" or make is not gemma3},
                   tmp_path / "model.safetensors")  # fmt: skip
     tokens = random_tokens(37)
     ours = PagedRun(load_model(tmp_path)).step([("only", tokens, len(tokens))])[0]
     assert_close(ours, model(torch.tensor([tokens])).logits[0])
     stored = load_file(tmp_path / "model.safetensors")
-    text = [one.nbytes for name, one in stored.items() if "language_model" in name or "lm_head" in name]
+    text = [value.nbytes for name, value in stored.items() if "language_model" in name or "lm_head" in name]
     assert weight_bytes(tmp_path, "float32") == sum(text)
 
 

@@ -26,7 +26,7 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     """The stored tensors, read from a file in float32."""
     save_file(tensors, folder / "head.safetensors")
     read = load_file(folder / "head.safetensors")
-    return {name: one.float() if one.is_floating_point() else one for name, one in read.items()}
+    return {name: value.float() if value.is_floating_point() else value for name, value in read.items()}
 
 
 def test_a_head_is_trained_on_what_it_drafts(tmp_path: Path) -> None:

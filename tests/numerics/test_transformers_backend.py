@@ -73,12 +73,12 @@ def test_the_engine_serves_the_oracles_greedy_tokens(checkpoint: Checkpoint) -> 
     expected = oracle_answers(oracle, prompts, 16)
     config = WorkerConfig(model=str(folder), num_blocks=64, max_model_len=100, prefill_chunk=16, device="cpu")
     with colocated(config) as engine:
-        assert [one.token_ids for one in answer(engine, prompts, FEW)] == expected
+        assert [output.token_ids for output in answer(engine, prompts, FEW)] == expected
         warm = answer(engine, prompts, FEW)
-        assert [one.token_ids for one in warm] == expected
-        assert [one.num_cached_tokens for one in warm] == [32, 32, 64]
+        assert [output.token_ids for output in warm] == expected
+        assert [output.num_cached_tokens for output in warm] == [32, 32, 64]
     with colocated(replace(config, num_blocks=7, free_windows=False)) as scarce:
-        assert [one.token_ids for one in answer(scarce, prompts, FEW)] == expected
+        assert [output.token_ids for output in answer(scarce, prompts, FEW)] == expected
         assert scarce.scheduler.num_preemptions > 0
     keeps = replace(config, free_windows=False)
     with two(keeps) as (old, new):
@@ -138,7 +138,7 @@ def test_what_config_json_shows_is_refused_without_transformers(
 
 def test_its_memory_is_counted(checkpoint: Checkpoint) -> None:
     folder, oracle = checkpoint("gpt_neox")
-    assert weight_bytes(folder, "float32") == 4 * sum(one.numel() for one in oracle.parameters())
+    assert weight_bytes(folder, "float32") == 4 * sum(parameter.numel() for parameter in oracle.parameters())
 
 
 def test_ranks_without_a_plan_are_refused_with_the_reason(checkpoint: Checkpoint) -> None:

@@ -67,5 +67,5 @@ def test_greedy_tokens_are_the_oracles_cold_cached_and_preempted(name: str, tmp_
     with colocated(config) as engine:
         for _ in range(2):
             answers = answer(engine, prompts, replace(GREEDY, max_tokens=32))
-            assert [one.token_ids for one in answers] == expected
+            assert [output.token_ids for output in answers] == expected
         assert engine.scheduler.num_preemptions > 0

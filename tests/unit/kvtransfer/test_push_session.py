@@ -62,16 +62,18 @@ def test_what_is_left_goes_in_groups_of_layers(num_layers: int, num_left: int, l
     chunks = push.last_chunks(0.0, least_bytes=least)
     assert push.all_offered
     assert push.last_chunks(0.0, least_bytes=least) == ()
-    assert all(one.num_blocks <= max_blocks for one in chunks)
+    assert all(chunk.num_blocks <= max_blocks for chunk in chunks)
     cells = [
         (block, layer)
-        for one in chunks
-        for block in range(one.first_block, one.first_block + one.num_blocks)
-        for layer in one.layers(push.ticket.layout)
+        for chunk in chunks
+        for block in range(chunk.first_block, chunk.first_block + chunk.num_blocks)
+        for layer in chunk.layers(push.ticket.layout)
     ]
     assert sorted(cells) == [(block, layer) for block in range(4, 4 + num_left) for layer in range(num_layers)]
-    assert [one.first_layer for one in chunks] == sorted(one.first_layer for one in chunks)
-    groups = sorted({(one.layers(push.ticket.layout).start, one.layers(push.ticket.layout).stop) for one in chunks})
+    assert [chunk.first_layer for chunk in chunks] == sorted(chunk.first_layer for chunk in chunks)
+    groups = sorted(
+        {(chunk.layers(push.ticket.layout).start, chunk.layers(push.ticket.layout).stop) for chunk in chunks}
+    )
     assert all((stop - start) * num_left * LAYOUT.block_bytes >= least for start, stop in groups[:-1])
     push.sent(piece(0, 4), 1.0)
     for one in chunks:

@@ -199,7 +199,7 @@ def token_deltas(ids: Sequence[int], job: Job, *, at_once: int = 1) -> list[Toke
     reason = FinishReason.STOP if len(kept) == len(ids) else FinishReason.LENGTH
     scores = [scored(one, sampling.logprobs) for one in kept] if sampling.logprobs is not None else []
     prompt = sampling.prompt_logprobs
-    before = [scored(one, prompt) for one in job.prompt_ids[1:]] if prompt is not None else []
+    before = [scored(token_id, prompt) for token_id in job.prompt_ids[1:]] if prompt is not None else []
     found = [
         TokenDelta(
             token_ids=tuple(kept[at : at + at_once]),
@@ -218,7 +218,7 @@ def token_deltas(ids: Sequence[int], job: Job, *, at_once: int = 1) -> list[Toke
 def scored(token_id: int, num_top: int) -> Logprobs:
     """A made-up distribution: the chosen token is the second best; logprobs fall by one a rank."""
     ranked = [token_id - 1, token_id, *range(token_id + 1, token_id + num_top)]
-    top = tuple(TokenLogprob(token_id=one, logprob=-0.5 - rank) for rank, one in enumerate(ranked[:num_top]))
+    top = tuple(TokenLogprob(token_id=number, logprob=-0.5 - rank) for rank, number in enumerate(ranked[:num_top]))
     return Logprobs(chosen=TokenLogprob(token_id=token_id, logprob=-1.5), top=top, rank=2)
 
 

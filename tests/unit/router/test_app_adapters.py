@@ -61,13 +61,13 @@ async def test_models_lists_adapters_with_their_parent() -> None:
         httpx.AsyncClient(base_url=url) as client,
     ):
         models = (await client.get("/v1/models")).json()["data"]
-        assert [(one["id"], one["parent"], one["root"]) for one in models] == [
+        assert [(model["id"], model["parent"], model["root"]) for model in models] == [
             ("tiny", None, "tiny"),
             ("sql", "tiny", "tiny"),
         ]
         assert (await client.get("/v1/models/sql")).json() == models[1]
         tags = (await client.get("/api/tags")).json()["models"]
-        assert [one["name"] for one in tags] == ["tiny", "sql"]
+        assert [tag["name"] for tag in tags] == ["tiny", "sql"]
         crew.loaded_adapters.clear()
         assert (await client.get("/v1/models/sql")).status_code == 404
 

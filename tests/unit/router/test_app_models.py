@@ -39,7 +39,7 @@ def model(name: str, says: str, **given: Any) -> tuple[Gateway, Crew]:
 @asynccontextmanager
 async def two(*gateways: Gateway) -> AsyncIterator[httpx.AsyncClient]:
     registry = CollectorRegistry(auto_describe=True)
-    registry.register(ModelsCollector({one.card.name: one.metrics.registry for one in gateways}))
+    registry.register(ModelsCollector({gateway.card.name: gateway.metrics.registry for gateway in gateways}))
     async with (
         serving_app(create_models_app(gateways, registry)) as url,
         httpx.AsyncClient(base_url=url) as client,
@@ -81,7 +81,11 @@ async def test_a_worker_that_brings_a_taken_name_takes_no_requests_of_it() -> No
     of_small.loaded_adapters["sql"] = SQL
     async with two(big, small) as client:
         listed = (await client.get("/v1/models")).json()["data"]
-        assert [(one["id"], one["root"]) for one in listed] == [("big", "big"), ("small", "small"), ("sql", "big")]
+        assert [(entry["id"], entry["root"]) for entry in listed] == [
+            ("big", "big"),
+            ("small", "small"),
+            ("sql", "big"),
+        ]
         reply = await client.post("/v1/chat/completions", json={"model": "small", "messages": MESSAGES})
         assert "the" in reply.text
 
@@ -92,7 +96,7 @@ async def test_a_name_goes_before_the_alias_of_another_model() -> None:
         for asked, name in (("small", "small"), ("smart", "big"), ("gpt-4o", "big")):
             body = {"model": asked, "messages": MESSAGES}
             assert (await client.post("/v1/chat/completions", json=body)).json()["model"] == name
-        assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["big", "gpt-4o", "small"]
+        assert [row["id"] for row in (await client.get("/v1/models")).json()["data"]] == ["big", "gpt-4o", "small"]
 
 
 async def test_an_adapter_is_that_of_its_model() -> None:
@@ -121,7 +125,7 @@ async def test_each_model_has_its_own_application_below_its_name() -> None:
         assert (await client.get("/admin/status")).json()["models"] == ["big", "org/small"]
         own = (await client.get("/models/org/small/admin/status")).json()
         assert (own["model"], own["models"]) == ("org/small", ["org/small"])
-        assert [one["worker_id"] for one in own["workers"]] == ["org/small-decode-0"]
+        assert [worker["worker_id"] for worker in own["workers"]] == ["org/small-decode-0"]
         said = await client.post("/models/org/small/v1/completions", json={"model": "org/small", "prompt": "hello"})
         assert "the" in said.json()["choices"][0]["text"]
         assert (await client.get("/models/org/small")).headers["location"] == "/models/org/small/"
@@ -201,10 +205,10 @@ async def test_the_doctor_looks_at_every_model() -> None:
     async with two(big, small) as client:
         seen = await asyncio.to_thread(examine, str(client.base_url), probes=False)
         found = findings(*(replace(one, host=None) for one in seen))
-        assert [(one.name, one.subject) for one in found] == [("worker-away", "org/small: org/small-decode-0")]
+        assert [(entry.name, entry.subject) for entry in found] == [("worker-away", "org/small: org/small-decode-0")]
         assert summary(seen, found) == "2 workers of 2 models, 0 lanes examined: 1 finding"
         [only] = await asyncio.to_thread(examine, f"{client.base_url}/models/big", probes=False)
-        assert [one["worker_id"] for one in only.workers] == ["big-decode-0"]
+        assert [worker["worker_id"] for worker in only.workers] == ["big-decode-0"]
 
 
 def _status_of(url: str) -> None:

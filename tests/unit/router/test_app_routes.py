@@ -355,6 +355,6 @@ async def test_a_bug_of_ours_is_found_in_the_log_by_the_requests_name(
     assert failed.status_code == 500
     assert error_of(failed)["code"] == "internal_error"
     assert failed.headers["x-baton-request-id"] == "trace-7"
-    [record] = [one for one in caplog.records if one.name == "baton.http"]
+    [record] = [record for record in caplog.records if record.name == "baton.http"]
     assert "trace-7" in record.getMessage()
     assert "a bug" in str(record.exc_info)

@@ -72,7 +72,7 @@ async def test_batches_on_a_full_disk_are_told_and_go_on_when_it_is_freed(
             made.clock.now_s += 31.0
             made.storage.changed.set()
             await asyncio.sleep(0.05)
-        assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) <= 3
+        assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 3
         resize(made.storage.database, 1_000_000)
         await upload(client)  # something can be written, and the batch still waits
         await until_degraded(client, "batches: ", is_set=False)
@@ -99,7 +99,7 @@ async def test_a_ledger_on_a_full_disk_is_told(tmp_path: Path, caplog: pytest.Lo
             for _ in range(200):  # rows of more than a page
                 assert (await http.post("/v1/completions", json=body)).status_code == 200
             await until_degraded(http, "ledger: ", is_set=True)
-            assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) <= 3
+            assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 3
             resize(database, 1_000_000)
             await until_degraded(http, "ledger: ", is_set=False)
     finally:

@@ -47,7 +47,9 @@ async def test_the_documents_name_every_series_and_no_other() -> None:
         for line in page.read_text().splitlines():
             for meanings in named(line):
                 groups = {name[:-1] for name in meanings if name.endswith("*")}
-                assert all(any(one.startswith(group) for one in series) for group in groups), f"{page.name}: {line}"
+                assert all(any(sample.startswith(group) for sample in series) for group in groups), (
+                    f"{page.name}: {line}"
+                )
                 if not groups:  # a group of series, as `baton_pool_*`, describes none of them
                     assert meanings & series, f"{page.name}: no series is {' or '.join(sorted(meanings))}: {line}"
                     documented |= meanings & series

@@ -75,7 +75,7 @@ async def test_every_route_is_described_and_nothing_else() -> None:
     methods = {(route.path_format, method) for route in routes for method in (route.methods or set()) - {"HEAD"}}
     described = {(path, method.upper()) for path, methods in paths.items() for method in methods}
     assert methods == described | {("/openapi.json", "GET")}
-    ids = [one["operationId"] for methods in paths.values() for one in methods.values()]
+    ids = [method["operationId"] for methods in paths.values() for method in methods.values()]
     assert len(ids) == len(set(ids))
     for schema in visitor.document["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
@@ -133,7 +133,7 @@ async def test_keys_are_as_described(tmp_path: Path) -> None:
     path.write_text(f'admin_keys = ["{hash_of("sk-baton-admin")}"]\n[tenants.acme]\nkeys = ["{hash_of(key)}"]\n')
     bearing = {"authorization": f"Bearer {key}"}
     async with visiting(access=AccessControl(path)) as visitor:
-        endpoints = [(path, *one) for path, methods in visitor.document["paths"].items() for one in methods.items()]
+        endpoints = [(path, *item) for path, methods in visitor.document["paths"].items() for item in methods.items()]
         for path_, method, described in endpoints:
             url = path_.format_map(Absent(name="tiny", worker_id="decode-0"))
             answer = await visitor.http.request(method.upper(), url)

@@ -17,7 +17,7 @@ def test_a_calibration_finds_the_coefficients_and_says_how_well_it_fits() -> Non
     steps = [step_of([(tokens, tokens + before)] * rows) for tokens, before, rows in shapes]
     points = [MeasuredStep(step=step, seconds=truth.step_s(step)) for step in steps]
     first_tokens = [
-        MeasuredStep(step=one.step, seconds=one.seconds + truth.request_s, num_requests=1) for one in points
+        MeasuredStep(step=point.step, seconds=point.seconds + truth.request_s, num_requests=1) for point in points
     ]
     found = calibrate([*points, *first_tokens])
     assert found.request_s == pytest.approx(truth.request_s)

@@ -17,9 +17,9 @@ def test_a_dry_run_goes_all_the_way(tmp_path: Path, capsys: pytest.CaptureFixtur
     main(device="cpu", tiny=True, tokens_per_s=1000.0, as_json=file)
     told = json.loads(file.read_text())
     ways = {"gloo lane", "raw gloo", "shm lane", "memcpy"}
-    assert {(one["way"], one["num_blocks"]) for one in told["throughput"]} == {(way, n) for way in ways for n in (1, 3)}
+    assert {(row["way"], row["num_blocks"]) for row in told["throughput"]} == {(way, n) for way in ways for n in (1, 3)}
     assert all(one["seconds"] > 0 for one in told["throughput"] + told["setup"])
-    assert [one["way"] for one in told["setup"]] == ["gloo lane", "shm lane"]
+    assert [row["way"] for row in told["setup"]] == ["gloo lane", "shm lane"]
     assert "no figure of it means anything" in " ".join(capsys.readouterr().out.split())
 
 

@@ -30,8 +30,10 @@ def config(**settings: Any) -> ClusterConfig:
 def left_by(before: ClusterConfig, *plans: WorkerPlan) -> LivingFleet:
     made = plans or plan(before.pools, (NodeResources(cpus=2.0),), tp=1, device="cpu")
     living = tuple(
-        LivingWorker(worker_id=one.worker_id, incarnation=1, hosts=("",), devices=(), names=(one.worker_id,), pids=(7,))
-        for one in made
+        LivingWorker(
+            worker_id=worker.worker_id, incarnation=1, hosts=("",), devices=(), names=(worker.worker_id,), pids=(7,)
+        )
+        for worker in made
     )
     return LivingFleet(
         folder="baton-test", ray_address="", peers=replace(before.peers, token=TOKEN), worker=before.worker,

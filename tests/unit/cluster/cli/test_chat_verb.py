@@ -78,7 +78,7 @@ class Chatting:
 
     @property
     def messages(self) -> list[list[tuple[str, str]]]:
-        return [[(one["role"], one["content"]) for one in body["messages"]] for body in self.asked]
+        return [[(message["role"], message["content"]) for message in body["messages"]] for body in self.asked]
 
     def _reply(self, request: httpx.Request) -> httpx.Response:
         self.asked.append(json.loads(request.content))

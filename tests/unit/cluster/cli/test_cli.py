@@ -245,7 +245,7 @@ def test_up_serves_the_models_that_it_is_given(
     served: list[tuple[str, str, str]] = []
 
     def serve(given: object, configs: Sequence[ClusterConfig], log_format: object) -> None:
-        served.extend((one.worker.model, one.router.model_name, one.worker.quantize) for one in configs)
+        served.extend((config.worker.model, config.router.model_name, config.worker.quantize) for config in configs)
 
     monkeypatch.setattr("cluster.cli.serve._serve", serve)
     monkeypatch.setattr(sys, "argv", ["baton", "up", *given, "--quantize", "int8"])

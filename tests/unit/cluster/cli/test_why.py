@@ -75,14 +75,16 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
         assert word in told
     assert told.count("d0") >= 1
     assert told.count("d1") >= 1
-    [score] = [one for one in job["choices"][0]["scores"] if one["worker_id"] == "p0"]
+    [score] = [score for score in job["choices"][0]["scores"] if score["worker_id"] == "p0"]
     [row] = re.findall(r"^p0 +([\d.,]+) +prefill ", told, re.MULTILINE)
     assert float(row.replace(",", "")) == pytest.approx(1000 * score["total"], rel=0.01), "the total is first, in ms"
     assert "(ms)" in told
     both = r"[\d.,]+ m?s expected, [\d.,]+ m?s measured"
     assert re.search(rf"^  decision to first token {both}\n  between tokens {both}$", told, re.MULTILINE)
     assert re.search(r"; TTFT [\d.,]+ m?s, from its arrival at the gateway$", told, re.MULTILINE)
-    terms = {name for one in job["choices"][0]["scores"] for name in one["terms"] if not name.startswith("prefill by")}
+    terms = {
+        name for score in job["choices"][0]["scores"] for name in score["terms"] if not name.startswith("prefill by")
+    }
     assert all(re.search(rf"^  {term}: ", told, re.MULTILINE) for term in terms), "every cost is explained"
 
 

@@ -116,7 +116,7 @@ PLANTED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found_by_its_name_alone(name: str) -> None:
     found = findings(replace(HEALTHY, **PLANTED[name]))
-    assert [one.name for one in found] == [name]
+    assert [entry.name for entry in found] == [name]
     assert found[0].fix
     assert found[0].text in described(found[0])
     assert ".. Fix" not in described(replace(found[0], text="A sentence of somebody else."))
@@ -124,7 +124,7 @@ def test_a_planted_fault_is_found_by_its_name_alone(name: str) -> None:
 
 def test_a_certificate_for_another_host_is_named_beside_the_gateway_that_cannot_be_read() -> None:
     seen = replace(HEALTHY, status={}, tls_error="Hostname mismatch", no_answer="not trusted")
-    assert [one.name for one in findings(seen)] == ["tls-name", "gateway-unreachable"]
+    assert [finding.name for finding in findings(seen)] == ["tls-name", "gateway-unreachable"]
 
 
 def test_a_healthy_cluster_has_no_finding() -> None:
@@ -134,7 +134,7 @@ def test_a_healthy_cluster_has_no_finding() -> None:
 
 def test_faults_come_first() -> None:
     both = replace(HEALTHY, clock_ahead_s=60.0, closed=(ClosedPort(what="p0", address="a:1", error="refused"),))
-    assert [one.severity for one in findings(both)] == [Severity.FAULT, Severity.WARNING]
+    assert [finding.severity for finding in findings(both)] == [Severity.FAULT, Severity.WARNING]
 
 
 def test_the_break_even_is_where_the_lines_cross() -> None:
@@ -204,8 +204,8 @@ def test_ports_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         one["info"]["lane"] = {"host": "10.0.0.1", "port": number}
     closed, untried = _closed(status)
     assert (most, untried) == (4, 0)
-    assert {one.error for one in closed} == {"timed out"}
-    assert [one.what for one in closed] == ["p0", "lanes of p0", "d0", "lanes of d0"]
+    assert {finding.error for finding in closed} == {"timed out"}
+    assert [finding.what for finding in closed] == ["p0", "lanes of p0", "d0", "lanes of d0"]
     monkeypatch.setattr(gather, "MAX_CONNECTS", 1)
     monkeypatch.setattr(gather, "PORTS_S", 0.075)
     closed, untried = _closed(status)
@@ -236,7 +236,9 @@ def test_names_that_nobody_resolves_hold_up_nothing(monkeypatch: pytest.MonkeyPa
         status = copy.deepcopy(STATUS)
         for one in status["workers"]:
             one["info"]["lane"] = {"host": "worker.example", "port": 1}
-        assert {"lanes of p0", "lanes of d0"} <= {one.what for one in _closed(status)[0] if "name" in one.error}
+        assert {"lanes of p0", "lanes of d0"} <= {
+            finding.what for finding in _closed(status)[0] if "name" in finding.error
+        }
     finally:
         released.set()
 
@@ -263,7 +265,7 @@ async def test_a_cluster_is_examined_and_its_lanes_are_proved(cluster: Cluster) 
     async with operating(cluster) as (client, _):
         url = str(client.base_url)
         [seen] = await asyncio.to_thread(examine, url)
-        assert [(one.name, one.error) for one in seen.probes] == [("p0 to d0", "")]
+        assert [(probe.name, probe.error) for probe in seen.probes] == [("p0 to d0", "")]
         assert seen.probes[0].speeds[0].same
         refused = await client.post("/admin/lanes/probe?source=p0&destination=nobody")
         assert (refused.status_code, refused.json()["error"]["param"]) == (404, "destination")
@@ -272,11 +274,11 @@ async def test_a_cluster_is_examined_and_its_lanes_are_proved(cluster: Cluster) 
         cluster["d0"].token = lambda request, index: 7  # type: ignore[method-assign]
         cluster["p0"].token = lambda request, index: 8  # type: ignore[method-assign]
         [corrupt] = await asyncio.to_thread(examine, url)
-        assert "lane-corrupt" in [one.name for one in findings(corrupt)]
+        assert "lane-corrupt" in [finding.name for finding in findings(corrupt)]
         answer = await asyncio.to_thread(CliRunner().invoke, make_app(["doctor"]), ["doctor", "--json", "--url", url])
         assert answer.exit_code == 2
         told = json.loads(answer.output)
-        assert "lane-corrupt" in [one["name"] for one in told["findings"]]
+        assert "lane-corrupt" in [finding["name"] for finding in told["findings"]]
         assert told["lanes"][0]["speeds"][0]["same"] is False
 
 
@@ -286,7 +288,7 @@ async def test_a_busy_source_is_no_fault_of_its_lane(cluster: Cluster, monkeypat
     async with operating(cluster) as (client, _):
         [seen] = await asyncio.to_thread(examine, str(client.base_url))
     assert (seen.probes, seen.unprobed) == ((), 1)
-    assert "lane-silent" not in [one.name for one in findings(seen)]
+    assert "lane-silent" not in [finding.name for finding in findings(seen)]
 
 
 async def test_kv_that_does_not_arrive_is_a_fault(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +296,7 @@ async def test_kv_that_does_not_arrive_is_a_fault(cluster: Cluster, monkeypatch:
     cluster["d0"].pause_after = 0
     async with operating(cluster) as (client, _):
         [seen] = await asyncio.to_thread(examine, str(client.base_url))
-    [silent] = [one for one in findings(seen) if one.name == "lane-silent"]
+    [silent] = [finding for finding in findings(seen) if finding.name == "lane-silent"]
     assert "from p0 has not arrived at d0" in silent.text
 
 
@@ -308,7 +310,7 @@ async def test_a_lane_for_which_little_time_is_left_is_left_out(
     async with operating(cluster) as (client, _):
         [seen] = await asyncio.to_thread(examine, str(client.base_url))
     assert (seen.probes, seen.unprobed) == ((), 1)
-    assert "lane-silent" not in [one.name for one in findings(seen)]
+    assert "lane-silent" not in [finding.name for finding in findings(seen)]
 
 
 async def test_a_worker_and_an_owner_that_hang_do_not_make_the_gateway_unreachable(

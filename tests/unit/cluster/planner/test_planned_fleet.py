@@ -88,7 +88,7 @@ async def test_what_two_gateways_see_together_makes_the_fleet_grow_with_the_reas
     grown = await cluster.plan()
     assert sum(grown.values()) > sum(flipped.values()), "the flip came first, and the starts follow"
     changes = (await cluster.owner.view()).changes
-    assert [(one.who, one.kind) for one in changes] == [(NAME, OrderKind.FLIP), (NAME, OrderKind.SCALE)]
+    assert [(change.who, change.kind) for change in changes] == [(NAME, OrderKind.FLIP), (NAME, OrderKind.SCALE)]
     assert "0.0% in time at 2 requests/s, 60 in line" in changes[0].why
     first, second = (await cluster.report()).decisions
     assert (first.change, first.desired) == (1, CONFIGURED.counts)

@@ -256,5 +256,5 @@ async def test_ranks_on_two_machines_meet_over_the_network(machines: tuple[str, 
     apart = machines[0] != machines[1]
     assert recorded[-1].hosts == machines
     assert started == [(machines[0], ""), (machines[1], "" if apart else "decode-0.3.0")]
-    assert [one.rank_id.store_host for one in specs] == [machines[0]] * 2
-    assert [one.rank_id.group_host for one in specs] == (list(machines) if apart else ["127.0.0.1"] * 2)
+    assert [spec.rank_id.store_host for spec in specs] == [machines[0]] * 2
+    assert [spec.rank_id.group_host for spec in specs] == (list(machines) if apart else ["127.0.0.1"] * 2)

@@ -237,7 +237,7 @@ async def test_workers_that_are_left_are_on_record_and_ended_ones_are_not(
     await first.leave()
     await first.end()
     left = records[-1]
-    assert [one.worker_id for one in left.living] == ["decode-0"]
+    assert [worker.worker_id for worker in left.living] == ["decode-0"]
     folder = short_folder() / left.folder
     assert folder.exists(), "the sockets of the ranks are there"
 

@@ -11,7 +11,7 @@ SMALL = ("workload.requests=30", "workload.rate=10", "workload.input_len=50:400"
 
 def call(*arguments: str) -> Result:
     """Arguments such as workload.rate=10 are those of --set."""
-    words = [word for one in arguments for word in (("--set", one) if "=" in one else (one,))]
+    words = [word for argument in arguments for word in (("--set", argument) if "=" in argument else (argument,))]
     return CliRunner().invoke(make_app(["simulate"]), ["simulate", *words])
 
 

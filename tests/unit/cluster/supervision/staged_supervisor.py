@@ -15,7 +15,7 @@ from router.fleet.successors import Successor
 
 PLANS = plan(PoolsConfig(), (NodeResources(cpus=2.0),), tp=1, device="cpu")
 LARGER = replan(PLANS, PoolsConfig(decode=2), (NodeResources(cpus=2.0),), tp=1)
-ROLES = {one.worker_id: one.role for one in LARGER}
+ROLES = {worker.worker_id: worker.role for worker in LARGER}
 FLIPPED = replan(LARGER, PoolsConfig(prefill=2), (NodeResources(cpus=2.0),), tp=1, flips={"decode-1": PLANS[0].role})
 LAYOUT = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 

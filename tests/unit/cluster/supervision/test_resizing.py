@@ -223,7 +223,7 @@ async def test_the_last_worker_that_serves_does_not_drain_before_another_one_ser
         await stage.until(f"launch {one.worker_id}")
     await stage.until("drain prefill-0:1")
     assert "drain decode-0:1" not in stage.done
-    ROLES.update({one.worker_id: one.role for one in other})
+    ROLES.update({worker.worker_id: worker.role for worker in other})
     for one in other:
         stage.lives[one.worker_id][0].serve(f"{one.worker_id}:1")
     stage.drained.set()

@@ -60,7 +60,7 @@ def test_workers_that_share_cpus_are_named_with_what_fits(
 ) -> None:
     nodes = (NodeResources(cpus=cpus),)
     said = shared_cpus(plan(pools, nodes, tp=tp, device="auto"), nodes)
-    assert all(one in said for one in words), said
+    assert all(word in said for word in words), said
 
 
 def test_workers_with_a_cpu_each_or_on_gpus_share_none() -> None:
@@ -156,15 +156,17 @@ def test_a_flipped_worker_keeps_its_name_and_its_place() -> None:
     kept = plan(PoolsConfig(decode=2), (NodeResources(cpus=4.0),), tp=1, device="cpu", pool_resources=True)
     flips = {"decode-1": WorkerRole.PREFILL}
     after = replan(kept, PoolsConfig(prefill=2), LAPTOP, tp=1, pool_resources=True, flips=flips)
-    assert {one.worker_id: one.role for one in after} == {
+    assert {worker.worker_id: worker.role for worker in after} == {
         "prefill-0": "prefill", "decode-1": "prefill", "decode-0": "decode",
     }  # fmt: skip
-    [flipped] = [one for one in after if one.worker_id == "decode-1"]
+    [flipped] = [worker for worker in after if worker.worker_id == "decode-1"]
     assert flipped.pool_resource == "decode", "its place is on a machine for decode workers"
     grown = replan(after, PoolsConfig(prefill=2, decode=3), LAPTOP, tp=1)
-    assert sorted(one.worker_id for one in grown) == ["decode-0", "decode-1", "decode-2", "decode-3", "prefill-0"]
+    assert sorted(worker.worker_id for worker in grown) == ["decode-0", "decode-1", "decode-2", "decode-3", "prefill-0"]
     shrunk = replan(after, PoolsConfig(prefill=1), LAPTOP, tp=1)
-    assert [one.worker_id for one in shrunk] == ["prefill-0", "decode-0"], "the one from the other pool goes first"
+    assert [worker.worker_id for worker in shrunk] == ["prefill-0", "decode-0"], (
+        "the one from the other pool goes first"
+    )
 
 
 def test_a_flip_between_pools_of_different_tensor_parallelism_is_refused() -> None:
@@ -193,11 +195,11 @@ def test_workers_of_two_revisions_share_the_machine_during_a_roll() -> None:
     kept, new = plan(PoolsConfig(decode=2), LAPTOP, tp=1, device="cpu"), Revision(name="new", model="/models/new")
     counts = {WorkerRole.PREFILL: 1, WorkerRole.DECODE: 2}
     both = replan(kept, PoolsConfig(decode=1), LAPTOP, tp=1, revision=new, others=counts)
-    assert {one.worker_id: one.revision.name for one in both} == {
+    assert {worker.worker_id: worker.revision.name for worker in both} == {
         "prefill-0": "", "prefill-1": "new", "decode-0": "", "decode-1": "", "decode-2": "new",
     }  # fmt: skip
     fewer = replan(both, PoolsConfig(decode=1), LAPTOP, tp=1, revision=new, others={**counts, WorkerRole.DECODE: 1})
-    assert [one.worker_id for one in fewer] == ["prefill-0", "prefill-1", "decode-0", "decode-2"]
+    assert [worker.worker_id for worker in fewer] == ["prefill-0", "prefill-1", "decode-0", "decode-2"]
     after = replan(fewer, PoolsConfig(decode=2), LAPTOP, tp=1, revision=new)
     assert {one.revision.name for one in after} == {"new"}
-    assert [one.worker_id for one in after] == ["prefill-1", "decode-1", "decode-2"]
+    assert [worker.worker_id for worker in after] == ["prefill-1", "decode-1", "decode-2"]

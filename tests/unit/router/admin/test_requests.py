@@ -25,9 +25,9 @@ async def test_a_request_tells_its_candidates_costs_choice_and_story(make: Calla
     assert by_answer["jobs"][0]["choices"] == job["choices"]
     assert (job["state"], job["outcome"], job["output_tokens"]) == ("ended", "length", 6)
     [choice] = job["choices"]
-    assert {one["worker_id"] for one in choice["candidates"]} == {"p0", "p1", "d0"}
+    assert {candidate["worker_id"] for candidate in choice["candidates"]} == {"p0", "p1", "d0"}
     assert (choice["policy"], choice["decode"], choice["prefill"][0]) == ("slo", "d0", "p")
-    reading = next(one for one in choice["scores"] if one["worker_id"] == choice["prefill"])
+    reading = next(score for score in choice["scores"] if score["worker_id"] == choice["prefill"])
     assert reading["total"] == sum(reading["terms"].values())
     assert {"overhead", "queue", "compute"} <= reading["terms"].keys()
     assert choice["measured"]["ttft_s"] - choice["expected"]["ttft_s"] == choice["measured"]["ttft_error_s"]
@@ -64,7 +64,7 @@ async def test_who_wants_to_see_progress_gets_the_chunks_in_the_story(cluster: C
         assert (await ask(client, "unseen")).status_code == 200
         for name, chunks in (("seen", [30]), ("unseen", [])):
             [job] = (await client.get(f"/admin/requests/{name}")).json()["jobs"]
-            told = [one["tokens"] for one in job["timeline"] if one["what"] == "part of the prompt computed"]
+            told = [event["tokens"] for event in job["timeline"] if event["what"] == "part of the prompt computed"]
             assert told == chunks
 
 
@@ -84,7 +84,7 @@ async def test_recent_requests_are_listed_newest_first(cluster: Cluster) -> None
         wrong = await client.get("/admin/requests", params={"limit": "all"})
         endless = await client.get("/admin/requests", params={"limit": "1" * 4301})
         unknown = await client.get("/admin/requests/three")
-    assert [one["request_id"] for one in listed] == ["two"]
+    assert [entry["request_id"] for entry in listed] == ["two"]
     assert (wrong.status_code, endless.status_code) == (400, 400)
     assert unknown.status_code == 404
     assert unknown.json()["error"]["code"] == "request_not_found"
@@ -116,8 +116,8 @@ async def test_a_shadow_scores_and_does_not_act(make: Callable[..., Cluster]) ->
         await ask(client, "mine")
         [job] = (await client.get("/admin/requests/mine")).json()["jobs"]
         shadows = (await client.get("/admin/shadows")).json()["shadows"]
-    assert [one["policy"] for one in job["choices"][0]["shadows"]] == ["round_robin", "slo"]
-    assert [(one["policy"], one["decisions"], one["agreement"]) for one in shadows] == [
+    assert [shadow["policy"] for shadow in job["choices"][0]["shadows"]] == ["round_robin", "slo"]
+    assert [(shadow["policy"], shadow["decisions"], shadow["agreement"]) for shadow in shadows] == [
         ("round_robin", 1, 1.0),
         ("slo", 1, 1.0),
     ]

@@ -31,14 +31,14 @@ def test_the_earliest_deadline_goes_first_then_who_came_first() -> None:
     queue = FairQueue()
     for one in (entry(0), entry(1, deadline_s=9.0), entry(2), entry(3, deadline_s=5.0)):
         queue.push(one)
-    assert [one.number for one in drained(queue)] == [3, 1, 0, 2]
+    assert [message.number for message in drained(queue)] == [3, 1, 0, 2]
 
 
 def test_a_higher_priority_goes_before_every_deadline() -> None:
     queue = FairQueue()
     for one in (entry(0, deadline_s=1.0), entry(1, "b", priority=1), entry(2, priority=-1, deadline_s=0.0)):
         queue.push(one)
-    assert [one.number for one in drained(queue)] == [1, 0, 2]
+    assert [message.number for message in drained(queue)] == [1, 0, 2]
 
 
 def test_a_tenant_that_floods_the_line_waits_for_the_others() -> None:
@@ -47,7 +47,7 @@ def test_a_tenant_that_floods_the_line_waits_for_the_others() -> None:
         queue.push(entry(number, "flood"))
     for number in range(50, 53):
         queue.push(entry(number, "quiet"))
-    first = Counter(one.tenant for one in drained(queue)[:6])
+    first = Counter(message.tenant for message in drained(queue)[:6])
     assert first == {"flood": 3, "quiet": 3}
 
 
@@ -57,7 +57,7 @@ def test_tenants_share_by_tokens_not_by_requests() -> None:
         queue.push(entry(number, "long", num_tokens=1000))
         queue.push(entry(100 + number, "short", num_tokens=100))
     # While both wait, ten short prompts are read for each long one.
-    first = Counter(one.tenant for one in drained(queue)[:11])
+    first = Counter(message.tenant for message in drained(queue)[:11])
     assert first == {"long": 1, "short": 10}
 
 
@@ -67,7 +67,7 @@ def test_answers_count_as_well() -> None:
     queue.push(entry(1, "reads"))
     queue.charge("writes", num_output=60)  # twice 60 is more than 100
     queue.charge("reads", num_input=100)
-    assert [one.tenant for one in drained(queue)] == ["reads", "writes"]
+    assert [message.tenant for message in drained(queue)] == ["reads", "writes"]
 
 
 def test_a_weight_is_a_share() -> None:
@@ -75,7 +75,7 @@ def test_a_weight_is_a_share() -> None:
     for number in range(20):
         queue.push(entry(number, "big"))
         queue.push(entry(100 + number, "small"))
-    assert Counter(one.tenant for one in drained(queue)[:8]) == {"big": 6, "small": 2}
+    assert Counter(message.tenant for message in drained(queue)[:8]) == {"big": 6, "small": 2}
 
 
 def test_silence_saves_nothing_up() -> None:
@@ -86,7 +86,7 @@ def test_silence_saves_nothing_up() -> None:
     for number in range(10, 20):
         queue.push(entry(number, "steady"))
         queue.push(entry(100 + number, "returned"))
-    assert Counter(one.tenant for one in drained(queue)[:4]) == {"steady": 2, "returned": 2}
+    assert Counter(message.tenant for message in drained(queue)[:4]) == {"steady": 2, "returned": 2}
 
 
 def test_the_one_who_would_go_last_is_of_the_tenant_with_the_longest_line() -> None:
@@ -131,6 +131,6 @@ def test_everybody_leaves_once(given_entries: list[tuple[str, int, int, float]],
         assert len(queue) == len(inside) == len(list(queue))
         assert queue.next_deadline_s() == min((left.deadline_s for left in inside.values()), default=math.inf)
         assert {late.number for late in queue.late(5.0)} == {n for n, left in inside.items() if left.deadline_s <= 5.0}
-    assert sorted(one.number for one in drained(queue)) == sorted(inside)
+    assert sorted(message.number for message in drained(queue)) == sorted(inside)
     assert not queue
     assert queue.last() is None

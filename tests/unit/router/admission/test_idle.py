@@ -108,13 +108,13 @@ async def test_a_suspended_job_goes_on_behind_its_tokens() -> None:
             if len(tokens) == 2:
                 fleet.num_people, idle._decided_s = 1, 0.0
     assert tokens == list(range(6))
-    assert [one.emitted for one in jobs] == [(), (0, 1)]
-    assert {one.priority for one in jobs} == {BATCH_PRIORITY}
+    assert [job.emitted for job in jobs] == [(), (0, 1)]
+    assert {job.priority for job in jobs} == {BATCH_PRIORITY}
     assert idle.num_suspended == 1
     async with aclosing(idle(job)) as deltas:  # its line is tried again
         async for _ in deltas:
             pass
-    assert len({one.request_id for one in jobs}) == len(jobs), "a worker may still have the run before"
+    assert len({job.request_id for job in jobs}) == len(jobs), "a worker may still have the run before"
 
 
 async def test_jobs_whose_prompts_are_being_read_are_not_taken_for_people() -> None:

@@ -70,7 +70,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 def message_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The message that a stream's events make, in the way of the `anthropic` client."""
-    assert [events[0]["type"], *(one["type"] for one in events[-2:])] == [
+    assert [events[0]["type"], *(event["type"] for event in events[-2:])] == [
         "message_start", "message_delta", "message_stop",
     ]  # fmt: skip
     message: dict[str, Any] = events[0]["message"]

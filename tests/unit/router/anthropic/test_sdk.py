@@ -54,7 +54,7 @@ async def test_it_lists_models_with_its_key(tmp_path: Path) -> None:
     path.write_text(f'admin_keys = ["{hash_of("sk-admin")}"]\n[tenants.acme]\nkeys = ["{hash_of("none")}"]\n')
     async with talking(saying("x"), strict=False, access=AccessControl(path)) as client:
         listed = await client.models.list()
-        assert [(one.type, one.id, one.display_name, one.max_input_tokens) for one in listed.data] == [
+        assert [(row.type, row.id, row.display_name, row.max_input_tokens) for row in listed.data] == [
             ("model", "tiny", "tiny", 256)
         ]
         assert (listed.has_more, listed.last_id, listed.data[0].created_at.year) == (False, "tiny", 1970)

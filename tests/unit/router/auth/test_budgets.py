@@ -68,7 +68,7 @@ def test_a_day_is_no_month() -> None:
     budgets.check(ACME)
     with pytest.raises(BudgetExhausted, match="a day"):
         budgets.check(DAILY)
-    assert {(one.tenant, one.spent_usd) for one in budgets.states()} == {("acme", 1.0), ("daily", 1.0)}
+    assert {(state.tenant, state.spent_usd) for state in budgets.states()} == {("acme", 1.0), ("daily", 1.0)}
 
 
 @pytest.mark.parametrize(

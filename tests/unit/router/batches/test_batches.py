@@ -50,7 +50,7 @@ async def test_the_walk_through(tmp_path: Path) -> None:
         listed = await client.batches.with_raw_response.list(limit=1)
         assert read_as(openai.types.Batch, json.loads(listed.text)["data"][0]).id == batch.id
         files = await client.files.with_raw_response.list(purpose="batch_output")
-        assert [read_as(openai.types.FileObject, one).id for one in json.loads(files.text)["data"]] == [
+        assert [read_as(openai.types.FileObject, row).id for row in json.loads(files.text)["data"]] == [
             batch.error_file_id,
             batch.output_file_id,
         ]
@@ -102,7 +102,7 @@ async def test_each_wrong_line_is_named_by_its_number(tmp_path: Path) -> None:
         batch = await ended(client, batch.id)
         assert batch.status == "failed"
         assert not made.generate.jobs
-        assert [(one.line, one.code) for one in batch.errors.data] == [
+        assert [(row.line, row.code) for row in batch.errors.data] == [
             (2, "duplicate_custom_id"),
             (3, "mismatched_url"),
             (4, "invalid_method"),
@@ -122,7 +122,7 @@ async def test_a_file_must_have_the_right_number_of_lines(tmp_path: Path, conten
     async with batching(tmp_path, max_lines=1) as (client, _):
         file = await client.files.create(file=("f", content), purpose="batch")
         batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        assert [one.code for one in (await ended(client, batch.id)).errors.data] == [code]
+        assert [row.code for row in (await ended(client, batch.id)).errors.data] == [code]
 
 
 async def test_cancelled_and_expired_batches_keep_what_is_done(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ async def test_cancelled_and_expired_batches_keep_what_is_done(tmp_path: Path) -
                 made.clock.now_s += 86_400
             batch = await asyncio.wait_for(ended(client, batch.id), 60)
             assert batch.status == way
-            assert [one["custom_id"] for one in await results(client, batch.output_file_id)] == ["short"]
+            assert [result["custom_id"] for result in await results(client, batch.output_file_id)] == ["short"]
             [undone] = await results(client, batch.error_file_id)
             assert (undone["custom_id"], undone["response"]) == ("long", None)
             assert undone["error"]["code"] == f"batch_{way}"
@@ -230,7 +230,7 @@ async def test_a_new_owner_does_not_reject_what_ran_before(tmp_path: Path, monke
         made.run(storage=replace(made.storage, max_lines=1))
         batch = await asyncio.wait_for(ended(client, batch.id), 60)
         assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 1)
-        assert [one["custom_id"] for one in await results(client, batch.output_file_id)] == ["short"]
+        assert [result["custom_id"] for result in await results(client, batch.output_file_id)] == ["short"]
         [failed] = await results(client, batch.error_file_id)
         assert failed["response"]["status_code"] == 404
 
@@ -242,7 +242,7 @@ async def test_a_batch_whose_input_is_lost_keeps_its_results(tmp_path: Path) -> 
         made.run()
         batch = await asyncio.wait_for(ended(client, batch.id), 60)
         assert (batch.status, batch.errors.data[0].code) == ("failed", "file_not_found")
-        assert [one["custom_id"] for one in await results(client, batch.output_file_id)] == ["short"]
+        assert [result["custom_id"] for result in await results(client, batch.output_file_id)] == ["short"]
 
 
 @pytest.mark.parametrize("way", ["cancelled", "expired"])
@@ -341,7 +341,7 @@ async def test_a_killed_owner_leaves_each_line_exactly_once(tmp_path: Path) -> N
         gate.set()  # both owners go on
         batch = await ended(client, batch.id)
         assert batch.request_counts.model_dump() == {"total": 30, "completed": 30, "failed": 0}
-        ids = [one["custom_id"] for one in await results(client, batch.output_file_id)]
+        ids = [result["custom_id"] for result in await results(client, batch.output_file_id)]
         assert ids == [str(number) for number in range(30)]
         await made.close()
         other.close()

@@ -23,13 +23,13 @@ async def test_a_file_is_stored_listed_read_and_deleted(tmp_path: Path) -> None:
     async with batching(tmp_path, runs=False) as (client, _):
         contents = [bytes([number]) * (300_000 * number) for number in range(4)]
         made = [await client.files.create(file=(f"{len(one)}", one), purpose="batch") for one in contents]
-        assert [one.bytes for one in made] == [len(one) for one in contents]
+        assert [one.bytes for one in made] == [len(content) for content in contents]
         assert await (await client.files.content(made[3].id)).aread() == contents[3]
-        assert [one.id async for one in client.files.list(limit=1)] == [one.id for one in reversed(made)]
+        assert [entry.id async for entry in client.files.list(limit=1)] == [entry.id for entry in reversed(made)]
         first = await client.files.list(limit=3, order="asc")
-        assert ([one.id for one in first.data], first.has_more) == ([one.id for one in made[:3]], True)
+        assert ([row.id for row in first.data], first.has_more) == ([entry.id for entry in made[:3]], True)
         rest = await client.files.list(order="asc", after=made[2].id)
-        assert ([one.id for one in rest.data], rest.has_more) == ([made[3].id], False)
+        assert ([row.id for row in rest.data], rest.has_more) == ([made[3].id], False)
         assert (await client.files.delete(made[3].id)).deleted
         for gone in (client.files.retrieve, client.files.content, client.files.delete):
             with pytest.raises(openai.NotFoundError, match="No such file"):
@@ -37,7 +37,9 @@ async def test_a_file_is_stored_listed_read_and_deleted(tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError, match="No such file") as refused:
             await client.batches.create(input_file_id=made[3].id, endpoint="/v1/completions", completion_window="24h")
         assert refused.value.param == "input_file_id"
-        assert not [path for path in (tmp_path / "files").iterdir() if path.name not in {one.id for one in made[:3]}]
+        assert not [
+            path for path in (tmp_path / "files").iterdir() if path.name not in {entry.id for entry in made[:3]}
+        ]
 
 
 async def test_a_file_expires(tmp_path: Path) -> None:
@@ -60,7 +62,7 @@ async def test_expired_files_take_no_place_on_a_page(tmp_path: Path) -> None:
         for number in range(3):
             await client.files.create(file=(str(number), b"x"), purpose="batch", expires_after=after)
         made.clock.now_s += 4000
-        assert [one.id async for one in client.files.list(limit=2)] == [kept.id]
+        assert [entry.id async for entry in client.files.list(limit=2)] == [kept.id]
 
 
 async def test_a_sweep_passes_over_files_that_vanish_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +133,7 @@ async def test_tenants_have_their_own(tmp_path: Path) -> None:
         batch = await acme.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
         assert (await ended(acme, batch.id)).status == "completed"
         assert {job.tenant for job in made.generate.jobs} == {"acme"}
-        assert [one.id async for one in acme.batches.list()] == [batch.id]
+        assert [entry.id async for entry in acme.batches.list()] == [batch.id]
         assert not [one async for one in other.batches.list()]
         assert not [one async for one in other.files.list()]
         for call in (other.batches.retrieve, other.batches.cancel):

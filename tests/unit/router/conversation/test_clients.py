@@ -61,7 +61,7 @@ async def test_claude_code_calls_its_tool_and_reads_the_answer() -> None:
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(generate.jobs[0].prompt_ids)
     assert delta["delta"]["stop_reason"] == "tool_use"
     given = "".join(
-        one["delta"]["partial_json"] for one in events(reply.text) if "partial_json" in one.get("delta", {})
+        event["delta"]["partial_json"] for event in events(reply.text) if "partial_json" in event.get("delta", {})
     )
     assert json.loads(given) == {"command": "echo hi"}
     async with asking(saying("It is 42."), **TOOLED) as (http, generate):

@@ -113,11 +113,11 @@ async def test_a_later_system_turn_is_read_through_every_api() -> None:
 async def test_tools_have_the_same_limits_everywhere(face: str, num_tools: int) -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     functions = [{"name": f"{number:->128}", "parameters": {"type": "object"}} for number in range(num_tools)]
-    tools = [{"type": "function", "function": one, **cached} for one in functions]
+    tools = [{"type": "function", "function": function, **cached} for function in functions]
     if face == "/v1/responses":
-        tools = [{"type": "function", **one, **cached} for one in functions]
+        tools = [{"type": "function", **function, **cached} for function in functions]
     if face == "/v1/messages":
-        tools = [{"name": one["name"], "input_schema": one["parameters"], **cached} for one in functions]
+        tools = [{"name": function["name"], "input_schema": function["parameters"], **cached} for function in functions]
     choice = {"type": "auto"} if face == "/v1/messages" else "auto"
     card = replace(TOOLED["card"], max_model_len=10**6)
     async with asking(**TOOLED | {"card": card}) as (http, _):

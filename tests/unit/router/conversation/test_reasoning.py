@@ -42,39 +42,39 @@ async def asking(text: str = SAID, template: str = HYBRID, name: str = "qwen3") 
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    blocks = [one for one in answer.text.replace("\r", "").split("\n") if one and not one.startswith("event:")]
-    return [orjson.loads(one.removeprefix("data: ")) for one in blocks if not one.endswith("[DONE]")]
+    blocks = [line for line in answer.text.replace("\r", "").split("\n") if line and not line.startswith("event:")]
+    return [orjson.loads(block.removeprefix("data: ")) for block in blocks if not block.endswith("[DONE]")]
 
 
 def joined(path: str, events: list[dict[str, Any]]) -> tuple[str, str, int]:
     """Reasoning, answer and reasoning tokens of a stream."""
     match path:
         case "/v1/chat/completions":
-            deltas = [one["choices"][0]["delta"] for one in events if one["choices"]]
-            assert all(one.get("reasoning") == one.get("reasoning_content") for one in deltas)
-            thoughts = "".join(one.get("reasoning_content", "") for one in deltas)
+            deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+            assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
+            thoughts = "".join(delta.get("reasoning_content", "") for delta in deltas)
             usage = events[-1]["usage"]["completion_tokens_details"]
-            return thoughts, "".join(one.get("content", "") for one in deltas), usage["reasoning_tokens"]
+            return thoughts, "".join(delta.get("content", "") for delta in deltas), usage["reasoning_tokens"]
         case "/v1/messages":
-            deltas = [one["delta"] for one in events if one["type"] == "content_block_delta"]
-            kinds = [one["content_block"]["type"] for one in events if one["type"] == "content_block_start"]
-            places = [one["index"] for one in events if one["type"] == "content_block_delta"]
+            deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+            kinds = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+            places = [event["index"] for event in events if event["type"] == "content_block_delta"]
             assert (kinds, places) == (["thinking", "text"][-len(kinds) :], sorted(places))
-            assert len([one for one in deltas if one.get("signature")]) == kinds.count("thinking")
-            thoughts = "".join(one.get("thinking", "") for one in deltas)
+            assert len([delta for delta in deltas if delta.get("signature")]) == kinds.count("thinking")
+            thoughts = "".join(delta.get("thinking", "") for delta in deltas)
             usage = events[-2]["usage"]["output_tokens_details"]
-            return thoughts, "".join(one.get("text", "") for one in deltas), usage["thinking_tokens"]
+            return thoughts, "".join(delta.get("text", "") for delta in deltas), usage["thinking_tokens"]
         case "/v1/responses":
             response = events[-1]["response"]
-            found = {one["type"]: one["content"][0]["text"] for one in response["output"]}
+            found = {event["type"]: event["content"][0]["text"] for event in response["output"]}
             for kind in ("reasoning_text", "output_text"):
-                deltas = [one["delta"] for one in events if one["type"] == f"response.{kind}.delta"]
+                deltas = [event["delta"] for event in events if event["type"] == f"response.{kind}.delta"]
                 assert "".join(deltas) in found.values()
             usage = response["usage"]["output_tokens_details"]
             return found.get("reasoning", ""), found["message"], usage["reasoning_tokens"]
         case _:
-            thoughts = "".join(one["message"].get("thinking", "") for one in events)
-            return thoughts, "".join(one["message"]["content"] for one in events), -1
+            thoughts = "".join(event["message"].get("thinking", "") for event in events)
+            return thoughts, "".join(event["message"]["content"] for event in events), -1
 
 
 def parts_of(path: str, body: dict[str, Any]) -> tuple[str, str]:
@@ -85,10 +85,10 @@ def parts_of(path: str, body: dict[str, Any]) -> tuple[str, str]:
             assert message.get("reasoning") == message.get("reasoning_content")
             return message.get("reasoning_content", ""), message["content"]
         case "/v1/messages":
-            found = {one["type"]: one.get("thinking", one.get("text")) for one in body["content"]}
+            found = {event["type"]: event.get("thinking", event.get("text")) for event in body["content"]}
             return found.get("thinking", ""), found["text"]
         case "/v1/responses":
-            found = {one["type"]: one["content"][0]["text"] for one in body["output"]}
+            found = {event["type"]: event["content"][0]["text"] for event in body["output"]}
             return found.get("reasoning", ""), found["message"]
         case _:
             return body["message"].get("thinking", ""), body["message"]["content"]
@@ -206,41 +206,43 @@ def called(path: str, answer: httpx.Response, *, streamed: bool) -> tuple[str, s
     events = events_of(answer) if streamed else []
     match path:
         case "/v1/chat/completions":
-            choices = [one["choices"][0] for one in events or [body] if one["choices"]]
-            messages = [one.get("delta", one.get("message")) for one in choices]
+            choices = [event["choices"][0] for event in events or [body] if event["choices"]]
+            messages = [choice.get("delta", choice.get("message")) for choice in choices]
             written = [one["function"] for message in messages for one in message.get("tool_calls") or ()]
-            [name] = [one["name"] for one in written if one.get("name")]
-            arguments = orjson.loads("".join(one["arguments"] for one in written))
-            thoughts = "".join(one.get("reasoning_content") or "" for one in messages)
-            said = "".join(one.get("content") or "" for one in messages)
+            [name] = [record["name"] for record in written if record.get("name")]
+            arguments = orjson.loads("".join(record["arguments"] for record in written))
+            thoughts = "".join(message.get("reasoning_content") or "" for message in messages)
+            said = "".join(message.get("content") or "" for message in messages)
             return thoughts, said, [(name, arguments)], choices[-1]["finish_reason"]
         case "/v1/messages":
             if streamed:
-                kinds = {one["index"]: one["content_block"] for one in events if one["type"] == "content_block_start"}
-                for one in (one for one in events if one["type"] == "content_block_delta"):
+                kinds = {
+                    event["index"]: event["content_block"] for event in events if event["type"] == "content_block_start"
+                }
+                for one in (event for event in events if event["type"] == "content_block_delta"):
                     for name in ("thinking", "text", "partial_json"):
                         block = kinds[one["index"]]
                         block[name] = block.get(name, "") + one["delta"].get(name, "")
                 content = [*kinds.values()]
-                for block in (one for one in content if one["type"] == "tool_use"):
+                for block in (event for event in content if event["type"] == "tool_use"):
                     block["input"] = orjson.loads(block["partial_json"])
                 body = {"content": content, "stop_reason": events[-2]["delta"]["stop_reason"]}
-            blocks = {one["type"]: one for one in body["content"]}
+            blocks = {event["type"]: event for event in body["content"]}
             call = blocks["tool_use"]
             said = blocks.get("text", {}).get("text", "")
             thoughts = blocks.get("thinking", {}).get("thinking", "")
             return thoughts, said, [(call["name"], call["input"])], body["stop_reason"]
         case "/v1/responses":
             output = (events[-1]["response"] if streamed else body)["output"]
-            items = {one["type"]: one for one in output}
+            items = {event["type"]: event for event in output}
             call = items["function_call"]
             texts = [items[kind]["content"][0]["text"] if kind in items else "" for kind in ("reasoning", "message")]
             return texts[0], texts[1], [(call["name"], orjson.loads(call["arguments"]))], ""
         case _:
-            messages = [one["message"] for one in events or [body]]
+            messages = [event["message"] for event in events or [body]]
             found = [one["function"] for message in messages for one in message.get("tool_calls", ())]
-            texts = ["".join(one.get(kind, "") for one in messages) for kind in ("thinking", "content")]
-            return texts[0], texts[1], [(one["name"], one["arguments"]) for one in found], ""
+            texts = ["".join(message.get(kind, "") for message in messages) for kind in ("thinking", "content")]
+            return texts[0], texts[1], [(entry["name"], entry["arguments"]) for entry in found], ""
 
 
 @pytest.mark.parametrize("path", ASKED)
@@ -380,10 +382,10 @@ async def test_calls_follow_reasoning_and_are_bound_there(template: str, name: s
     assert (message["reasoning"], message["content"], whole["finish_reason"]) == ("Hm.", None, "tool_calls")
     [call] = message["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": '{"a": 5}'}
-    deltas = [one["choices"][0]["delta"] for one in streamed]
-    functions = [one["tool_calls"][0]["function"] for one in deltas if one.get("tool_calls")]
-    assert "".join(one["arguments"] for one in functions) == '{"a": 5}'
-    assert "".join(one.get("reasoning", "") for one in deltas) == "Hm."
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+    functions = [delta["tool_calls"][0]["function"] for delta in deltas if delta.get("tool_calls")]
+    assert "".join(function["arguments"] for function in functions) == '{"a": 5}'
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "Hm."
     grammar, ended_by = worker.jobs[-1].sampling.grammar, "<|call|>" if name == "gpt_oss" else "<|end|>"
     assert accepts(grammar, said, ended_by=ended_by)
     assert not accepts(grammar, said.replace("5", '"x"'), ended_by=ended_by)

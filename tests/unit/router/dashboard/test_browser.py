@@ -93,7 +93,7 @@ LIKE_A_COLOUR = "getComputedStyle(document.querySelector('{}')).{}"
 async def test_the_last_hour_is_drawn_and_read_by_keyboard(browser: Browser, cluster: Cluster) -> None:
     async with page(browser, cluster, UNTIL) as (tab, client):
         labels = await tab.js("[...document.querySelectorAll('.chart')].map((one) => one.getAttribute('aria-label'))")
-        assert [one.partition(" over")[0] for one in labels] == [
+        assert [label.partition(" over")[0] for label in labels] == [
             "TTFT", "TPOT", "Tokens/s", "Queue", "KV in use", "Prompt tokens cached"
         ]  # fmt: skip
         shown = (await client.get("/admin/history")).json()["points"][-1]
@@ -144,13 +144,13 @@ async def test_a_request_is_drawn_stage_by_stage(browser: Browser, cluster: Clus
         assert await tab.js("document.documentElement.scrollWidth") <= 400
 
         drawn = await tab.js(f"Timeline.rows({json.dumps(ODYSSEY)})")
-        assert [(one["stage"], one["worker"], one["from_s"], one["to_s"]) for one in drawn["rows"]] == [
+        assert [(row["stage"], row["worker"], row["from_s"], row["to_s"]) for row in drawn["rows"]] == [
             ("queue", "", 0.0, 1.0), ("route", "", 1.0, 1.2), ("prefill", "p0", 1.2, 1.4), ("route", "", 1.4, 1.6),
             ("prefill", "p1", 1.6, 2.5), ("transfer", "p1 to d0", 2.5, 2.7), ("decode", "d0", 2.7, 4.0),
             ("decode", "d1", 4.0, 5.1),
         ]  # fmt: skip
-        assert [one["failed"] for one in drawn["rows"]] == ["", "", "p0 has left", "", "", "", "", ""]
-        marks = [words for one in drawn["rows"] for _, words in one["marks"]]
+        assert [row["failed"] for row in drawn["rows"]] == ["", "", "p0 has left", "", "", "", "", ""]
+        marks = [words for row in drawn["rows"] for _, words in row["marks"]]
         assert marks == ["7 blocks reserved on d0", "512 prompt tokens computed", "first token", "moved from d0"]
         await tab.js(
             "document.body.append(Object.assign(document.createElement('div'), {id: 'odyssey'}));"
@@ -242,7 +242,12 @@ async def test_two_answers_with_their_settings_say_who_served_them(browser: Brow
         await write(tab, "play-text", "And again")
         await tab.press("Enter", ctrl=True)
         await tab.until(ANSWERED.format(4))
-        asked = [one.prompt_ids for name in ("p0", "d0") for one in cluster[name].submitted if not one.output_ids]
+        asked = [
+            sequence.prompt_ids
+            for name in ("p0", "d0")
+            for sequence in cluster[name].submitted
+            if not sequence.output_ids
+        ]
         assert len({len(prompt) for prompt in asked}) > 2, "the chats go on after their first answers"
 
 

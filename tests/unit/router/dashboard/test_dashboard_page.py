@@ -61,7 +61,7 @@ class Document(HTMLParser):
         self.texts[self._within] = self.texts.get(self._within, "") + data
 
     def policy(self) -> dict[str, str]:
-        told = (one.strip().partition(" ") for one in self.headers["content-security-policy"].split(";"))
+        told = (line.strip().partition(" ") for line in self.headers["content-security-policy"].split(";"))
         return {name: value for name, _, value in told}
 
 
@@ -199,7 +199,7 @@ async def test_why_tells_the_deciding_cost_first_with_its_unit(make: Callable[..
     await cluster.add("p0", "d0")
     why = "\n".join((await story(cluster, "d0", tmp_path))["why"])
     [(total, reading)] = re.findall(r"\np0 \| ([\d.,]+) \| prefill \| 0 \| (.*) \|\n", why)
-    assert float(total) == pytest.approx(sum(float(one) for one in reading.split(" | ")), rel=0.02)
+    assert float(total) == pytest.approx(sum(float(line) for line in reading.split(" | ")), rel=0.02)
     assert float(total) > 0.1, "milliseconds"
     assert "\nworker | total (ms) | role | cached | overhead (ms) | queue (ms) |" in why
     assert re.search(r"\nworker \| total \(ms\) \| role \| cached \| decode \(ms\) \|.* prefill \(ms\) \|\nd0 \|", why)
@@ -229,7 +229,7 @@ async def test_costs_that_are_no_time_have_no_unit_and_who_does_all_reads(
     cluster = make(policy="round_robin")
     await cluster.add("d0")
     why = (await story(cluster, "d0", tmp_path))["why"]
-    [heading] = [one for one in why if one.startswith("worker | total")]
+    [heading] = [line for line in why if line.startswith("worker | total")]
     assert heading == "worker | total | role | cached | turn | prefill |"
     assert any(re.fullmatch(r"ended \| .* \| d0 \| d0 \|", line) for line in why)
 

@@ -88,7 +88,7 @@ async def test_what_is_said_at_once_is_one_message_to_a_worker_that_reads_it(
     answers = await asyncio.gather(*(collect(cluster, each) for each in jobs))
     for asked, deltas in zip(jobs, answers, strict=True):
         assert tokens(deltas) == expected_tokens(asked.prompt_ids, 2)
-    assert [one.request_id for one in cluster["c0"].submitted] == [f"r{i}.1" for i in range(20)]
+    assert [request.request_id for request in cluster["c0"].submitted] == [f"r{i}.1" for i in range(20)]
     assert (cluster["c0"].num_messages < 20) is reads_further
 
 

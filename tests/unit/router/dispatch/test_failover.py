@@ -71,7 +71,7 @@ class Answers:
             assert done == "[DONE]", answer.text
             chunks = [orjson.loads(event) for event in events if not event.startswith(":")]
         pieces = [piece for chunk in chunks for piece in chunk["choices"]]
-        return [whole([one for one in pieces if one["index"] == index]) for index in range(body.get("n", 1))]
+        return [whole([piece for piece in pieces if piece["index"] == index]) for index in range(body.get("n", 1))]
 
     async def all(self) -> dict[str, list[dict[str, Any]]]:
         told = await asyncio.gather(*self.asking)

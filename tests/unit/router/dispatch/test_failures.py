@@ -297,7 +297,10 @@ async def test_a_full_prefill_worker_does_not_cost_a_request_its_decode_worker(m
     cluster = await with_warm_pair(make)
     cluster["p0"].failed["again.1"] = error_info(Overloaded("the queue is full"))
     assert tokens(await collect(cluster, job("again"))) == expected_tokens(PROMPT, 8)
-    assert [(one.prefill, one.decode) for one in cluster.generate.decision("again")] == [("p0", "d0"), ("p1", "d0")]
+    assert [(candidate.prefill, candidate.decode) for candidate in cluster.generate.decision("again")] == [
+        ("p0", "d0"),
+        ("p1", "d0"),
+    ]
 
 
 async def test_a_prompt_that_was_not_sent_does_not_count_as_cached(make: Callable[..., Cluster]) -> None:
@@ -311,7 +314,9 @@ async def test_a_prompt_that_was_not_sent_does_not_count_as_cached(make: Callabl
     assert tokens(await asking) == expected_tokens(PROMPT, 8)
     decisions = cluster.generate.decision("new")
     assert len(decisions) > 1
-    uncached = {dict(score.terms)["uncached"] for one in decisions for score in one.scores if score.worker_id == "p0"}
+    uncached = {
+        dict(score.terms)["uncached"] for decision in decisions for score in decision.scores if score.worker_id == "p0"
+    }
     assert uncached == {len(PROMPT) * prefix_aware.COMPUTING_WEIGHT}
 
 
@@ -341,7 +346,10 @@ async def test_a_worker_whose_lane_is_in_quarantine_is_passed_over(make: Callabl
     cluster = await with_warm_pair(make)
     cluster["d0"].refuse = TransferFailed("the lane is quarantined", retry_after_s=1.0)
     assert tokens(await collect(cluster, job("again"))) == expected_tokens(PROMPT, 8)
-    assert [(one.prefill, one.decode) for one in cluster.generate.decision("again")] == [("p0", "d0"), ("p0", "d1")]
+    assert [(candidate.prefill, candidate.decode) for candidate in cluster.generate.decision("again")] == [
+        ("p0", "d0"),
+        ("p0", "d1"),
+    ]
 
 
 async def test_a_full_cluster_refuses_in_the_end_with_advice(make: Callable[..., Cluster]) -> None:

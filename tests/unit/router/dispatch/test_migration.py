@@ -70,7 +70,7 @@ def go(cluster: Cluster) -> None:
 
 
 def other(cluster: Cluster, worker_id: str) -> str:
-    return next(one for one in cluster.workers if one[0] != "p" and one != worker_id)
+    return next(worker for worker in cluster.workers if worker[0] != "p" and worker != worker_id)
 
 
 @pytest.mark.parametrize("workers", [("p0", "d0", "d1"), ("d0", "d1"), ("c0", "c1")])

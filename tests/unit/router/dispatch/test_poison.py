@@ -77,7 +77,7 @@ async def test_two_deaths_in_a_moment_cost_no_answer_however_many_were_there(mak
     [worker] = cluster.workers.values()
     worker.pause_after = 0
     asked = [job(f"r{number}", prompt_ids=tuple(range(number, number + 20))) for number in range(12)]
-    answers = [asyncio.create_task(collect(cluster, one)) for one in asked]
+    answers = [asyncio.create_task(collect(cluster, query)) for query in asked]
     for _ in range(2):
         await worker.until(lambda: len(worker.running) == len(asked))
         await worker.die()
@@ -94,7 +94,7 @@ async def test_the_guilty_one_of_many_is_found_and_the_others_are_answered(make:
     [worker] = cluster.workers.values()
     worker.stuck_on, worker.pause_after = POISON, 0
     asked = [job(f"r{number}", prompt_ids=tuple(range(number, number + 20))) for number in range(15)]
-    answers = [asyncio.create_task(collect(cluster, one)) for one in asked]
+    answers = [asyncio.create_task(collect(cluster, query)) for query in asked]
     poison = asyncio.create_task(collect(cluster, job("poison", POISON)))
     await worker.until(lambda: len(worker.running) == 16)
     worker.go()

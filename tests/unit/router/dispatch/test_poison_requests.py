@@ -84,7 +84,7 @@ async def test_one_who_has_gone_on_since_had_nothing_to_do_with_it(suspects: Poi
 async def struck_out(suspects: PoisonRequests, jobs: dict[str, CrashHistory]) -> None:
     """Two workers die within a moment, with all of them on both."""
     for life in (("w0", 1), ("w1", 1)):
-        await asyncio.gather(*(suspects.lost(name, one, life, 0, there_s=1.0) for name, one in jobs.items()))
+        await asyncio.gather(*(suspects.lost(name, value, life, 0, there_s=1.0) for name, value in jobs.items()))
 
 
 @pytest.mark.parametrize("count", [2, 3, 16, 61])
@@ -96,8 +96,8 @@ async def test_the_guilty_are_found_by_halves_and_nobody_else_fails(
     poisons = set(names[1 :: max(1, count // 2)][:num_poisons])
     worker = Worker(suspects, poisons)
     said = dict(zip(names, await asyncio.gather(*map(worker.serve, names)), strict=True))
-    assert {name for name, one in said.items() if one == "condemned"} == poisons
-    assert {one for name, one in said.items() if name not in poisons} <= {"done"}
+    assert {name for name, value in said.items() if value == "condemned"} == poisons
+    assert {value for name, value in said.items() if name not in poisons} <= {"done"}
     assert worker.num_deaths <= 2 + len(poisons) * (math.ceil(math.log2(count)) + 1)
     assert suspects.num_rejected == len(poisons)
 
@@ -187,7 +187,7 @@ def test_a_new_line_is_tried_from_one_batch_on_however_many_were_tried_at_last()
         await struck_out(suspects, later)
         turns = [asyncio.create_task(suspects.turn(one)) for one in later.values()]
         await asyncio.sleep(1.0)
-        assert [one.done() for one in turns] == [True, False]
+        assert [turn.done() for turn in turns] == [True, False]
         for one in later.values():
             suspects.drop(one)
         await asyncio.gather(*turns)
@@ -197,9 +197,9 @@ def test_a_new_line_is_tried_from_one_batch_on_however_many_were_tried_at_last()
 
 async def test_jobs_that_go_away_while_their_loss_is_looked_at_hold_nobody_up(suspects: PoisonRequests) -> None:
     jobs = {name: CrashHistory() for name in ("gone", "stays")}
-    await asyncio.gather(*(suspects.lost(name, one, ("w0", 1), 0, there_s=1.0) for name, one in jobs.items()))
+    await asyncio.gather(*(suspects.lost(name, value, ("w0", 1), 0, there_s=1.0) for name, value in jobs.items()))
     losses = {
-        name: asyncio.create_task(suspects.lost(name, one, ("w1", 1), 0, there_s=1.0)) for name, one in jobs.items()
+        name: asyncio.create_task(suspects.lost(name, value, ("w1", 1), 0, there_s=1.0)) for name, value in jobs.items()
     }
     await asyncio.sleep(0)
     losses["gone"].cancel()

@@ -76,9 +76,9 @@ def test_columns_are_what_would_be_worked_out_for_each_worker(count: int) -> Non
         offered = offers.candidates(Match({"w1": 3, "w2": 2}, {"w2": 1}), 40, SIZE, now=now)
         for _ in range(2):  # what one worker says of its speed is known of all others the second time
             expected = {
-                one.worker_id: predicted(alone, one.worker_id, one.role, one.load, now=now)
-                for one in members
-                if one.role
+                member.worker_id: predicted(alone, member.worker_id, member.role, member.load, now=now)
+                for member in members
+                if member.role
             }
         assert offered.workers.worker_ids == tuple(expected)
         for found, one in zip(offered, members, strict=True):
@@ -88,7 +88,7 @@ def test_columns_are_what_would_be_worked_out_for_each_worker(count: int) -> Non
             assert found.recent_tokens == about.recent_tokens
             assert found.queued_prefill_tokens == one.load_row().queued_prefill_tokens
             assert CandidateTable.of([found]).values[:, 0].tolist() == offered.values[:, members.index(one)].tolist()
-        assert [one.num_cached_tokens for one in islice(offered, 3)] == [0, 39, 32]
+        assert [output.num_cached_tokens for output in islice(offered, 3)] == [0, 39, 32]
         assert [one.num_host_tokens for one in islice(offered, 3)] == [0, 0, 16]
         for predictor in (together, alone):
             observe(predictor, members, random.Random(step), now)
@@ -152,7 +152,7 @@ def test_of_many_candidates_those_of_interest_are_kept(count: int) -> None:
     short = ShortRemainder(max_tokens=0, max_share=0.0)
     policy = pair("slo", prefill=prefill_rank(objectives), decode=decode_rank(objectives), short=short)
     decision: Decision = policy(RequestView(request_id="r", num_tokens=900, block_size=SIZE), candidates)
-    kept = {one.worker_id for one in kept_candidates(candidates, decision)}
+    kept = {candidate.worker_id for candidate in kept_candidates(candidates, decision)}
     assert {decision.prefill, decision.decode, f"p{last}"} <= kept
     assert len(kept) == len(candidates) if count <= MAX_SCORES else len(kept) <= 2 * MAX_SCORES + 2
     lowest = min(decision.scores[: len(decision.scores) // 2], key=lambda one: one.total)

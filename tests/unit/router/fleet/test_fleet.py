@@ -101,9 +101,9 @@ async def test_what_workers_of_other_block_sizes_have_cached_is_known(make: Call
     matched = cluster.fleet.match(partial(chain_hashes, PROMPT), now=0.0)
     assert matched.blocks == {"c0": 1, "c1": 2, "c2": 1}
     candidates = cluster.fleet.candidates(matched, len(PROMPT))
-    assert [one.num_cached_tokens for one in candidates] == [size, 2 * size, size]
+    assert [candidate.num_cached_tokens for candidate in candidates] == [size, 2 * size, size]
     await collect(cluster, job())
-    (used,) = (one for one in ("c0", "c1", "c2") if cluster[one].submitted)
+    (used,) = (name for name in ("c0", "c1", "c2") if cluster[name].submitted)
     own = chain_hashes(PROMPT, cluster.fleet.member(used).block_size or 0)
     assert cluster.fleet.index.match(own, now=0.0).blocks[used] == len(own), "siblings are sent after it"
 
@@ -138,7 +138,7 @@ async def test_a_worker_that_does_not_fit_is_named_and_never_used(make: Callable
     assert "device cuda, but p0 has cpu" in reason(cluster, "d4")
     assert "dtype is 'float16' there and" in reason(cluster, "d5")
     assert "num_kv_heads is " in reason(cluster, "d6")
-    assert [one.worker_id for one in cluster.fleet.loads()] == ["p0"]
+    assert [load.worker_id for load in cluster.fleet.loads()] == ["p0"]
     await cluster.add("d2")
     assert tokens(await collect(cluster, job())) == expected_tokens(PROMPT, 8)
 

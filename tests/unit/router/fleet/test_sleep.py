@@ -119,5 +119,5 @@ async def test_a_wake_that_fails_is_logged_and_ordered_again(
     async with asyncio.timeout(60):
         await owner.ordered.wait()
     watching.cancel()
-    warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == ["the fleet sleeps on, and is woken again in 0.0 s: no supervisor"]

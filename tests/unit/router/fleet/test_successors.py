@@ -62,7 +62,7 @@ async def test_a_running_answer_waits_for_the_worker_that_is_being_started(make:
     cluster.fleet.add_worker(cluster["c0"].address, worker_id="c0")
     assert await answer.rest == expected_tokens(PROMPT, 8)
     assert not len(cluster.fleet.successors)
-    assert [one.reason for one in cluster.fleet.status()] == [""]
+    assert [worker.reason for worker in cluster.fleet.status()] == [""]
 
 
 async def test_an_answer_waits_between_the_announcement_and_the_first_meeting(make: Callable[..., Cluster]) -> None:

@@ -200,7 +200,7 @@ async def test_a_grammar_that_takes_long_holds_up_nobody(monkeypatch: pytest.Mon
     assert await asyncio.to_thread(held.begun.wait, 60)
     for _ in range(2):
         await checking.check('start: "b"', param="grammar")
-    assert not any(one.done() for one in slow)
+    assert not any(task.done() for task in slow)
     held.go_on.set()
     await asyncio.gather(*slow)
     assert sorted(held.asked) == ['start: "a"', 'start: "b"'], "each of them once"
@@ -212,7 +212,7 @@ async def test_large_grammars_hold_up_no_small_one(monkeypatch: pytest.MonkeyPat
     slow = [asyncio.create_task(checking.check(one, param="grammar")) for one in large]
     assert await asyncio.to_thread(held.begun.wait, 60)
     await checking.check('start: "b"', param="grammar")
-    assert not any(one.done() for one in slow)
+    assert not any(task.done() for task in slow)
     held.go_on.set()
     await asyncio.gather(*slow)
 

@@ -55,7 +55,7 @@ async def test_an_answer_comes_in_chunks_and_ends_with_the_usage() -> None:
     async with calling() as (channel, generate):
         *chunks, last = [one async for one in pb_grpc.InferenceStub(channel).Generate(request())]
     assert "".join(chunk.text for chunk in chunks) == TEXT
-    assert [one for chunk in chunks for one in chunk.token_ids] == [*ids_of(TEXT), *ids_of("<|end|>")]
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == [*ids_of(TEXT), *ids_of("<|end|>")]
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
     prompt = generate.jobs[0].prompt_ids
     assert list(prompt) == ids_of("<|bos|>hello")
@@ -93,15 +93,15 @@ async def test_an_answer_comes_whole() -> None:
     sampling = pb.Sampling(logprobs=2, max_tokens=50)
     async with calling(script) as (channel, _):
         reply = await pb_grpc.InferenceStub(channel).Complete(request(n=2, sampling=sampling))
-    assert [(one.index, one.text, one.finish_reason) for one in reply.choices] == [
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in reply.choices] == [
         (0, "number 0", "stop"),
         (1, "number 1", "stop"),
     ]
     assert reply.model == "tiny"
     first = reply.choices[0].logprobs[0]
     assert (first.chosen.token_id, first.chosen.logprob) == (ids_of("number 0")[0], -1.5)
-    assert [one.logprob for one in first.top] == [-0.5, -1.5]
-    assert reply.usage.completion_tokens == sum(len(one.token_ids) for one in reply.choices)
+    assert [token.logprob for token in first.top] == [-0.5, -1.5]
+    assert reply.usage.completion_tokens == sum(len(choice.token_ids) for choice in reply.choices)
 
 
 async def test_what_is_left_out_takes_the_models_defaults_and_zero_is_not_left_out() -> None:
@@ -148,7 +148,7 @@ async def test_a_request_that_is_no_message_is_refused_as_the_clients_fault(
     error = error_of(failed.value)
     assert isinstance(error, InvalidRequest)
     assert "not a protobuf message of this method" in error.message
-    assert not [one for one in caplog.records if one.exc_info or one.levelname == "ERROR"]
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
     assert not generate.jobs
 
 
@@ -310,7 +310,7 @@ async def test_texts_models_and_workers_are_told() -> None:
         models = await stub.ListModels(pb.ListModelsRequest())
         status = await stub.Status(pb.StatusRequest())
     assert list(tokens.ids) == ids_of("<|bos|>hello")
-    assert [(one.id, one.max_model_len) for one in models.models] == [("tiny", 256)]
+    assert [(model.id, model.max_model_len) for model in models.models] == [("tiny", 256)]
     assert (status.ready, status.model) == (True, "tiny")
     [worker] = status.workers
     assert (worker.worker_id, worker.state, worker.num_running, worker.num_blocks) == ("decode-0", "ready", 3, 64)
@@ -327,7 +327,7 @@ async def test_health_follows_the_fleet() -> None:
         assert (await watched.read()).status == states.NOT_SERVING
         assert (await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))).status == states.NOT_SERVING
         listed = await stub.List(health_pb2.HealthListRequest())
-        assert {name: one.status for name, one in listed.statuses.items()} == {
+        assert {name: value.status for name, value in listed.statuses.items()} == {
             "": states.NOT_SERVING,
             SERVICE: states.NOT_SERVING,
         }

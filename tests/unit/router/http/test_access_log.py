@@ -80,7 +80,7 @@ async def test_a_stream_that_fails_and_a_client_that_left_say_so(kept: Kept) -> 
         kept.turn.clear()
         asking.cancel()
         await kept.turn.wait()
-    assert [(one.status, one.outcome) for one in kept.accesses] == [(503, "no_workers"), (499, "cancelled")]
+    assert [(access.status, access.outcome) for access in kept.accesses] == [(503, "no_workers"), (499, "cancelled")]
 
 
 async def test_a_stream_has_the_status_it_began_with_and_how_it_ended(kept: Kept) -> None:
@@ -93,7 +93,7 @@ async def test_a_stream_has_the_status_it_began_with_and_how_it_ended(kept: Kept
         async with client.stream("POST", "/v1/completions", json=asked) as left:
             await anext(left.aiter_bytes())
         await kept.turn.wait()
-    assert [(one.status, one.outcome) for one in kept.accesses] == [(200, "no_workers"), (200, "cancelled")]
+    assert [(access.status, access.outcome) for access in kept.accesses] == [(200, "no_workers"), (200, "cancelled")]
 
 
 async def test_polling_has_no_lines_unless_it_fails(kept: Kept) -> None:
@@ -106,7 +106,7 @@ async def test_polling_has_no_lines_unless_it_fails(kept: Kept) -> None:
         assert (await client.get("/admin/requests?limit=x")).status_code == 400
         assert (await client.post("/admin/workers/none/drain")).status_code == 404
         await client.get("/v1/models")
-    assert [(one.method, one.path) for one in kept.accesses] == [
+    assert [(access.method, access.path) for access in kept.accesses] == [
         ("GET", "/admin/requests"), ("POST", "/admin/workers/none/drain"), ("GET", "/v1/models"),
     ]  # fmt: skip
 
@@ -120,7 +120,7 @@ async def test_a_probe_that_waits_for_workers_has_no_lines(kept: Kept) -> None:
         fleet.is_ready = False
         assert [(await client.get("/ready")).status_code for _ in range(3)] == [503] * 3
         assert (await client.get("/ready/not")).status_code == 404
-    assert [(one.path, one.status) for one in kept.accesses] == [("/ready/not", 404)]
+    assert [(access.path, access.status) for access in kept.accesses] == [("/ready/not", 404)]
 
 
 async def test_what_is_no_request_has_a_line(kept: Kept) -> None:
@@ -129,7 +129,7 @@ async def test_what_is_no_request_has_a_line(kept: Kept) -> None:
         writer.write(b"GARBAGE\r\n\r\n")
         await reader.read()
         writer.close()
-    assert [(one.method, one.path, one.status) for one in kept.accesses] == [("-", "-", 400)]
+    assert [(access.method, access.path, access.status) for access in kept.accesses] == [("-", "-", 400)]
 
 
 async def test_nothing_is_made_of_it_where_there_is_no_log() -> None:

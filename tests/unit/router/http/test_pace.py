@@ -119,7 +119,7 @@ async def test_what_is_no_token_is_not_joined_to_tokens() -> None:
         updates.put(update)
     updates.fail(WorkerLost("gone"))
     seen = [await anext(updates) for _ in range(3)]
-    assert [(one.token_ids, one.finish_reason) for one in seen] == [
+    assert [(output.token_ids, output.finish_reason) for output in seen] == [
         ((1, 2), None),
         ((), None),
         ((3, 4), FinishReason.MOVED),

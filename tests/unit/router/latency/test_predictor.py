@@ -71,7 +71,7 @@ def test_a_newcomer_is_not_owed_what_others_did_before_it_came() -> None:
         predicted(predictor, worker_id, PREFILL, WorkerLoad(), now=0.0)
     for worker_id in ("p0", "p1"):
         predictor.routed(worker_id, PREFILL, 10_000, beside=0, now=0.0)
-    recent = [predicted(predictor, one, PREFILL, WorkerLoad(), now=0.0).recent_tokens for one in ("p0", "p1", "p2")]
+    recent = [predicted(predictor, name, PREFILL, WorkerLoad(), now=0.0).recent_tokens for name in ("p0", "p1", "p2")]
     assert recent == pytest.approx([10_000, 10_000, 5_000], rel=0.02)
     assert recent[0] / (sum(recent) / 3) == pytest.approx(1.2, rel=0.02)
     later = predicted(predictor, "p0", PREFILL, WorkerLoad(), now=300.0).recent_tokens

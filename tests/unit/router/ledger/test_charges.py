@@ -44,7 +44,7 @@ async def row_of(path: str, body: dict[str, Any], script: Any) -> tuple[int, Led
         httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         reply = await http.post(path, json={"model": "tiny"} | body)
-    [row] = [one for one in rows.written if isinstance(one, LedgerRow)]
+    [row] = [record for record in rows.written if isinstance(record, LedgerRow)]
     return reply.status_code, row
 
 

@@ -59,7 +59,7 @@ def test_a_request_is_noted_after_a_second_then_every_two(clock: Clock) -> None:
         ledger.note_open()
         noted.append(len(written))
     assert noted == [0, 1, 1, 2, 2, 3, 3, 4]
-    assert all(isinstance(one, OpenRequest) for one in written)
+    assert all(isinstance(record, OpenRequest) for record in written)
     ledger.ended(ask, [], counted.usage(), "completions", None, "", "demo")
     clock.now += 100.0
     ledger.note_open()

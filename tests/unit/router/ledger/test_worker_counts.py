@@ -17,7 +17,7 @@ def worker(worker_id: str, incarnation: int, output_tokens: int) -> WorkerView:
 
 
 def told(counts: list[WorkerCount]) -> list[tuple[str, int, int, int]]:
-    return sorted((one.worker, one.incarnation, one.minute, one.output_tokens) for one in counts)
+    return sorted((count.worker, count.incarnation, count.minute, count.output_tokens) for count in counts)
 
 
 def test_the_first_is_written_at_once_and_then_what_has_changed() -> None:

@@ -75,14 +75,14 @@ async def test_the_walk_through(tmp_path: Path) -> None:
             "processing": 0, "succeeded": 2, "errored": 1, "canceled": 0, "expired": 0,
         }  # fmt: skip
         assert batch.results_url == f"{url}{PATH}/{batch.id}/results"
-        results = {one.custom_id: one.result async for one in await client.messages.batches.results(batch.id)}
-        assert {name: one.type for name, one in results.items()} == {
+        results = {result.custom_id: result.result async for result in await client.messages.batches.results(batch.id)}
+        assert {name: value.type for name, value in results.items()} == {
             "first": "succeeded", "third": "succeeded", "wrong": "errored",
         }  # fmt: skip
         assert results["first"].message.content[0].text == "hi"
         assert results["first"].message.usage.input_tokens > 0
         assert results["wrong"].error.error.type == "invalid_request_error"
-        assert [one.id async for one in client.messages.batches.list(limit=1)] == [batch.id]
+        assert [entry.id async for entry in client.messages.batches.list(limit=1)] == [batch.id]
         async with httpx.AsyncClient(base_url=url) as http:
             read_as(MessageBatch, (await http.get(f"{PATH}/{batch.id}")).json())
             read_as(MessageBatch, (await http.get(PATH)).json()["data"][0])
@@ -130,7 +130,7 @@ async def test_a_canceled_batch_keeps_what_is_done(tmp_path: Path) -> None:
         assert batch.request_counts.model_dump() == {
             "processing": 0, "succeeded": 1, "errored": 0, "canceled": 3, "expired": 0,
         }  # fmt: skip
-        kinds = [one.result.type async for one in await client.messages.batches.results(batch.id)]
+        kinds = [result.result.type async for result in await client.messages.batches.results(batch.id)]
         assert kinds == ["succeeded", "canceled", "canceled", "canceled"]
 
 

@@ -72,9 +72,9 @@ async def test_a_stream_opens_with_the_role_and_ends_with_the_reason() -> None:
         chunks = await streamed(client)
     first, *middle, last = [chunk.choices[0] for chunk in chunks]
     assert (first.delta.role, first.delta.content, first.finish_reason) == ("assistant", "", None)
-    assert "".join(one.delta.content for one in middle) == "naïve café 🙂"
-    assert not any("\ufffd" in one.delta.content for one in middle)
-    assert all(one.delta.role is None and one.finish_reason is None for one in middle)
+    assert "".join(chunk.delta.content for chunk in middle) == "naïve café 🙂"
+    assert not any("\ufffd" in chunk.delta.content for chunk in middle)
+    assert all(output.delta.role is None and output.finish_reason is None for output in middle)
     assert (last.delta.content, last.finish_reason) == (None, "stop")
     assert len({chunk.id for chunk in chunks}) == 1
     assert all(chunk.object == "chat.completion.chunk" and chunk.usage is None for chunk in chunks)
@@ -150,7 +150,7 @@ async def test_choices_are_told_apart() -> None:
     async with talking(script) as (client, _):
         reply = await ask(client, n=3)
         chunks = await streamed(client, n=3)
-    assert [one.message.content for one in reply.choices] == ["number 0", "number 1", "number 2"]
+    assert [choice.message.content for choice in reply.choices] == ["number 0", "number 1", "number 2"]
     texts = ["", "", ""]
     for chunk in chunks:
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -164,14 +164,14 @@ async def test_logprobs_tell_text_and_bytes(stream: bool) -> None:
     async with talking(saying("a 🙂")) as (client, _):
         if stream:
             chunks = await streamed(client, logprobs=True, top_logprobs=3)
-            told = [one.choices[0].logprobs for one in chunks]
+            told = [chunk.choices[0].logprobs for chunk in chunks]
             entries = [entry for one in told if one is not None for entry in one.content]
         else:
             reply = await ask(client, logprobs=True, top_logprobs=3)
             entries = reply.choices[0].logprobs.content
     assert bytes(byte for entry in entries for byte in entry.bytes).decode() == "a 🙂<|end|>"
     assert all(len(entry.top_logprobs) == 3 and entry.logprob == -1.5 for entry in entries)
-    assert [one.logprob for one in entries[0].top_logprobs] == [-0.5, -1.5, -2.5]
+    assert [logprob.logprob for logprob in entries[0].top_logprobs] == [-0.5, -1.5, -2.5]
     assert entries[0].top_logprobs[1].token == entries[0].token
 
 
@@ -187,7 +187,7 @@ async def test_a_stop_string_is_not_in_the_answer(stop: Any) -> None:
         reply = await ask(client, stop=stop)
         chunks = await streamed(client, stop=stop)
     assert (reply.choices[0].message.content, reply.choices[0].finish_reason) == ("naïve ", "stop")
-    assert "".join(one.choices[0].delta.content or "" for one in chunks) == "naïve "
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "naïve "
     assert len(generate.closed) == 2
 
 

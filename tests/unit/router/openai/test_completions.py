@@ -55,8 +55,8 @@ async def test_a_stream_says_the_same() -> None:
     async with talking(of=" world 🙂") as (client, _):
         whole = await ask(client)
         *chunks, last = await streamed(client, stream_options={"include_usage": True})
-    assert "".join(one.choices[0].text for one in chunks) == whole.choices[0].text
-    assert [one.choices[0].finish_reason for one in chunks][-1] == "stop"
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "stop"
     assert (last.choices, last.usage) == ([], whole.usage)
 
 
@@ -65,8 +65,8 @@ async def test_usage_is_in_every_chunk_when_asked_for() -> None:
     async with talking(of=" world 🙂") as (client, _):
         *chunks, last = await streamed(client, stream_options=options)
     num_tokens = last.usage.completion_tokens
-    assert [one.usage.completion_tokens for one in chunks] == list(range(1, num_tokens + 1))
-    assert {one.usage.prompt_tokens for one in (*chunks, last)} == {last.usage.prompt_tokens}
+    assert [chunk.usage.completion_tokens for chunk in chunks] == list(range(1, num_tokens + 1))
+    assert {chunk.usage.prompt_tokens for chunk in (*chunks, last)} == {last.usage.prompt_tokens}
     assert last.choices == []
 
 
@@ -83,7 +83,7 @@ async def test_prompts_come_in_four_shapes(prompt: Any, expected: list[str]) -> 
     async with talking(of=" world 🙂") as (client, generate):
         reply = await ask(client, prompt=prompt)
     assert [byte_level().decode(job.prompt_ids) for job in generate.jobs] == expected
-    assert [one.index for one in reply.choices] == list(range(len(expected)))
+    assert [choice.index for choice in reply.choices] == list(range(len(expected)))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -97,7 +97,7 @@ async def test_prompts_times_choices_are_numbered_prompt_by_prompt(stream: bool)
             for chunk in await streamed(client, prompt=["a", "b"], n=2, best_of=2):
                 texts[chunk.choices[0].index] += chunk.choices[0].text
         else:
-            texts = {one.index: one.text for one in (await ask(client, prompt=["a", "b"], n=2)).choices}
+            texts = {choice.index: choice.text for choice in (await ask(client, prompt=["a", "b"], n=2)).choices}
     assert texts == {0: " a 0", 1: " a 1", 2: " b 2", 3: " b 3"}
 
 
@@ -113,15 +113,17 @@ async def test_of_best_of_the_likeliest_are_told(worst: float | None) -> None:
             return [replace(one, logprobs=()) for one in said]
         score: dict[str, Any] = {"logprob": likely}
         return [
-            replace(one, logprobs=tuple(replace(each, chosen=replace(each.chosen, **score)) for each in one.logprobs))
-            for one in said
+            replace(
+                output, logprobs=tuple(replace(each, chosen=replace(each.chosen, **score)) for each in output.logprobs)
+            )
+            for output in said
         ]
 
     async with talking(script) as (client, generate):
         reply = await ask(client, prompt=["a", "b"], n=2, best_of=3, max_tokens=30)
-    texts = {one.index: one.text for one in reply.choices}
+    texts = {choice.index: choice.text for choice in reply.choices}
     assert texts == {0: " a 1.", 1: " a 2..", 2: " b 4....", 3: " b 5....."}
-    assert {one.logprobs for one in reply.choices} == {None}
+    assert {choice.logprobs for choice in reply.choices} == {None}
     assert len(generate.jobs) == 6
     assert reply.usage.completion_tokens > sum(map(len, texts.values())), "those that are not told were made as well"
 
@@ -151,7 +153,7 @@ async def test_an_echo_repeats_the_prompt_with_its_logprobs(stream: bool, family
             choices = [one.choices[0] for one in await streamed(client, echo=True, logprobs=2)]
         else:
             choices = (await ask(client, echo=True, logprobs=2)).choices
-    text = "".join(one.text for one in choices)
+    text = "".join(choice.text for choice in choices)
     columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "text_offset": []}
     for name, column in columns.items():
         for one in choices:
@@ -201,11 +203,11 @@ async def test_vllms_extras() -> None:
     said = [*ids_of(" world 🙂"), *ids_of("<|end|>")]
     for choice in reply.choices:
         assert (choice.prompt_token_ids, choice.token_ids) == (prompt, said)
-        assert [None if one is None else list(one) for one in choice.prompt_logprobs] == [
+        assert [None if logprob is None else list(logprob) for logprob in choice.prompt_logprobs] == [
             None,
             *([str(one)] for one in prompt[1:]),
         ]
-    assert [one for chunk in chunks for one in chunk.choices[0].token_ids] == said
+    assert [token_id for chunk in chunks for token_id in chunk.choices[0].token_ids] == said
     assert chunks[0].choices[0].prompt_token_ids == prompt
 
 

@@ -21,7 +21,7 @@ async def test_each_prompt_has_a_vector_of_length_one(given: Any, num_prompts: i
     async with talking() as (client, generate):
         reply = await client.embeddings.create(model="tiny", input=given)
         plain = await client.embeddings.create(model="tiny", input=given, encoding_format="float")
-    assert [one.index for one in reply.data] == list(range(num_prompts))
+    assert [row.index for row in reply.data] == list(range(num_prompts))
     for one, other in zip(reply.data, plain.data, strict=True):
         assert one.embedding == other.embedding == pytest.approx([0.6, 0.8, *[0.0] * 6])
     num_tokens = sum(len(one.prompt_ids) for one in generate.jobs[:num_prompts])

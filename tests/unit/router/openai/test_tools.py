@@ -65,9 +65,9 @@ async def test_calls_are_read_and_a_streams_deltas_join_to_them() -> None:
     assert choice.message.content == joined.message.content == "Let me look."
     for calls in (choice.message.tool_calls, joined.message.tool_calls):
         assert calls is not None
-        assert [(one.type, one.function.name) for one in calls] == [("function", "weather"), ("function", "now")]
-        assert [json.loads(one.function.arguments) for one in calls] == [{"city": 'Paris "x"'}, {}]
-        assert len({one.id for one in calls}) == 2
+        assert [(call.type, call.function.name) for call in calls] == [("function", "weather"), ("function", "now")]
+        assert [json.loads(call.function.arguments) for call in calls] == [{"city": 'Paris "x"'}, {}]
+        assert len({call.id for call in calls}) == 2
     assert kinds.count("tool_calls.function.arguments.delta") > 3, "arguments come in pieces"
     assert generate.jobs[0].sampling.grammar == ""
 
@@ -128,7 +128,7 @@ async def test_a_choice_of_tools_binds_the_answer(options: dict[str, Any], good:
         [choice] = (await ask(client, **({"tools": [WEATHER, NOW]} | options))).choices
     is_named = isinstance(options.get("tool_choice"), dict) and options["tool_choice"]["type"] == "function"
     assert (choice.finish_reason, choice.message.content) == ("stop" if is_named else "tool_calls", None)
-    assert [one.function.name for one in choice.message.tool_calls] == ["weather"]
+    assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
     [job] = generate.jobs
     assert [text for text in good if not fits(job.sampling.grammar, text)] == []
     assert [text for text in bad if fits(job.sampling.grammar, text)] == []

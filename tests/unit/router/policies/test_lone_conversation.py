@@ -122,10 +122,10 @@ def test_the_turns_of_a_lone_conversation_stay_with_the_workers_that_have_its_pr
         for _ in range(40):
             num_tokens += 20
             decision, offered = town.turn(num_tokens)
-            cached = {one.worker_id: one.num_cached_tokens for one in offered}
+            cached = {worker.worker_id: worker.num_cached_tokens for worker in offered}
             for chosen in filter(None, (decision.prefill, decision.decode)):
-                rivals = [one.worker_id for one in offered if one.worker_id[0] == chosen[0]]
-                away += any(cached[one] > cached[chosen] for one in rivals)
+                rivals = [worker.worker_id for worker in offered if worker.worker_id[0] == chosen[0]]
+                away += any(cached[rival] > cached[chosen] for rival in rivals)
             num_tokens += ANSWER
             num_turns += 1
             handed += decision.prefill is not None

@@ -87,7 +87,7 @@ async def test_a_url_makes_the_client_it_asks_for() -> None:
     assert isinstance(pool, SentinelConnectionPool)
     assert (pool.service_name, pool.connection_kwargs["password"]) == ("main", "pw")
     sentinels = pool.sentinel_manager.sentinels
-    assert [one.connection_pool.connection_kwargs["host"] for one in sentinels] == ["a", "b"]
+    assert [sentinel.connection_pool.connection_kwargs["host"] for sentinel in sentinels] == ["a", "b"]
     assert sentinels[0].connection_pool.connection_kwargs["password"] == "watch"
     spread = parse("redis+cluster://:pw@a,b", setting="index").client(timeout_s=1.0)
     assert isinstance(spread, RedisCluster)

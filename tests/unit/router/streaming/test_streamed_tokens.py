@@ -123,9 +123,9 @@ async def test_named_events_of_messages_are_written_by_the_sink(two: Cluster, mo
         whole = (await client.post("/v1/messages", json=asked)).json()
         taken.clear()
         answer = await client.post("/v1/messages", json=asked | {"stream": True})
-    events = [orjson.loads(one.partition("\ndata: ")[2]) for one in answer.text.split("\n\n") if one]
-    kinds = [one["type"] for one in events]
-    text = "".join(one["delta"]["text"] for one in events if one["type"] == "content_block_delta")
+    events = [orjson.loads(line.partition("\ndata: ")[2]) for line in answer.text.split("\n\n") if line]
+    kinds = [event["type"] for event in events]
+    text = "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta")
     assert sum(taken) > 0, "compiled code writes them"
     assert kinds[:3] == ["message_start", "ping", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
@@ -156,7 +156,7 @@ async def test_a_stream_says_what_the_whole_answer_says(two: Cluster, path: str,
         for choice in orjson.loads(line.removeprefix("data: "))["choices"]:
             assert choice.keys() - {"delta", "text"} == {"index", "logprobs", "finish_reason"}
             texts[choice["index"]] += choice.get("text", "") or choice.get("delta", {}).get("content", "")
-    assert texts == [one.get("text") or one["message"]["content"] for one in whole["choices"]]
+    assert texts == [choice.get("text") or choice["message"]["content"] for choice in whole["choices"]]
 
 
 async def test_the_tokens_of_a_client_that_listens_go_straight_to_its_connection(
@@ -172,7 +172,9 @@ async def test_the_tokens_of_a_client_that_listens_go_straight_to_its_connection
 
     monkeypatch.setattr(ChoiceEvents, "make_clear", note)
     says = byte_level().vocabulary.whole_text
-    prompt = next(one for one in range(4, 512) if all(says(token_id) for token_id in expected_tokens((one,), 8)))
+    prompt = next(
+        number for number in range(4, 512) if all(says(token_id) for token_id in expected_tokens((number,), 8))
+    )
     body = {"model": "tiny", "prompt": [prompt], "max_tokens": 8, "temperature": 0, "stream": True}
     async with served(cluster) as client, client.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.aiter_lines()
@@ -181,7 +183,9 @@ async def test_the_tokens_of_a_client_that_listens_go_straight_to_its_connection
         seen += [line async for line in lines]
     assert any(opened)
     told = [orjson.loads(line.removeprefix("data: ")) for line in seen if line and not line.endswith("[DONE]")]
-    assert [one["choices"][0]["text"] for one in told] == [says(token_id) for token_id in expected_tokens((prompt,), 8)]
+    assert [chunk["choices"][0]["text"] for chunk in told] == [
+        says(token_id) for token_id in expected_tokens((prompt,), 8)
+    ]
 
 
 @pytest.mark.parametrize("asked", [{"stream": True}, {"stream": True, "n": 2}, {}])
@@ -219,7 +223,7 @@ def spoken() -> tuple[int, str]:
     """A prompt whose first ten tokens are whole characters, and what they say."""
     says = byte_level().vocabulary.whole_text
     for prompt in range(4, 512):
-        texts = [text for one in expected_tokens((prompt,), 10) if (text := says(one)) is not None]
+        texts = [text for token in expected_tokens((prompt,), 10) if (text := says(token)) is not None]
         if len(texts) == 10 and texts[0] and texts[-1]:
             return prompt, "".join(texts)
     raise AssertionError("no prompt is like that")
@@ -258,7 +262,7 @@ async def test_a_worker_dies_and_another_one_goes_on_after_all_that_was_written(
     assert said == whole
     assert usage is not None
     assert usage["completion_tokens"] == 20
-    assert [one.output_ids for one in other.submitted] == [tuple(expected_tokens((prompt,), 10))]
+    assert [sequence.output_ids for sequence in other.submitted] == [tuple(expected_tokens((prompt,), 10))]
     assert reported, "a sink was open"
 
 

@@ -57,7 +57,7 @@ MOVED = [*PAIR[:-1], at(7, EventKind.MOVED, source="d0", worker="d1"), at(9, Eve
 
 
 def stages(spans: list[TraceSpan]) -> list[tuple[str, float, float]]:
-    return [(one.name, one.start_s, one.end_s) for one in spans[2:]]
+    return [(span.name, span.start_s, span.end_s) for span in spans[2:]]
 
 
 def test_a_stage_has_what_its_events_know() -> None:
@@ -66,7 +66,7 @@ def test_a_stage_has_what_its_events_know() -> None:
         *PAIR[:5], at(3.2, EventKind.CHUNK, tokens=2048), at(3.8, EventKind.CHUNK, tokens=4103), *PAIR[5:7],
         at(5, EventKind.KV_ARRIVED, kv_bytes=1 << 20, transport="shm", hidden_s=2), at(9, EventKind.ENDED),
     ]  # fmt: skip
-    known = {one.name: one.attributes for one in spans_of(record(events))[2:]}
+    known = {span.name: span.attributes for span in spans_of(record(events))[2:]}
     assert known["prefill"] == {"baton.worker": "p0", "baton.chunks": 2, "baton.computed_tokens": 4103}
     assert known["transfer"] == {"baton.kv_bytes": 1 << 20, "baton.transport": "shm", "baton.hidden_s": 2}
     assert known["decode"] == {}
@@ -99,25 +99,25 @@ def test_stages_follow_one_another(events: list[TraceEvent], expected: list[tupl
     assert (root.name, root.parent_id, root.start_s, root.end_s) == ("chat demo", PARENT.span_id, 0.0, 20.0)
     assert (receive.name, receive.start_s, receive.end_s) == ("receive", 0.0, 1.0)
     assert stages(spans) == expected
-    assert {one.parent_id for one in spans[1:]} == {root.span_id}
-    assert len({one.span_id for one in spans}) == len(spans)
+    assert {span.parent_id for span in spans[1:]} == {root.span_id}
+    assert len({span.span_id for span in spans}) == len(spans)
 
 
 def test_what_goes_on_links_to_what_ended() -> None:
     failed, moved = spans_of(record(FAILED)), spans_of(record(MOVED))
-    assert [one.error for one in failed[2:]] == ["", "", "", "worker_lost", "", ""]
+    assert [finding.error for finding in failed[2:]] == ["", "", "", "worker_lost", "", ""]
     for spans, place in ((failed, 6), (moved, 7)):
         assert spans[place].links == (spans[place - 1].span_id,)
-        assert not any(one.links for one in spans[:place])
+        assert not any(span.links for span in spans[:place])
     assert moved[7].attributes["baton.worker"] == "d1"
 
 
 def test_choices_are_apart_and_an_error_is_on_the_root() -> None:
     spans = spans_of(record(ALONE, ALONE, finish="worker_lost", code="worker_lost"))
     root = spans[0]
-    choices = [one for one in spans if one.name == "choice"]
-    assert [one.attributes["baton.choice"] for one in choices] == [0, 1]
-    assert {one.parent_id for one in spans if one.name == "decode"} == {one.span_id for one in choices}
+    choices = [span for span in spans if span.name == "choice"]
+    assert [choice.attributes["baton.choice"] for choice in choices] == [0, 1]
+    assert {span.parent_id for span in spans if span.name == "decode"} == {choice.span_id for choice in choices}
     assert root.error == "worker_lost"
     assert root.attributes["gen_ai.response.finish_reasons"] == ("worker_lost", "worker_lost")
 
@@ -125,14 +125,14 @@ def test_choices_are_apart_and_an_error_is_on_the_root() -> None:
 def test_a_request_that_never_began_has_its_queue() -> None:
     events = [at(1, EventKind.RECEIVED), at(5, EventKind.ENDED)]
     assert stages(spans_of(record(events, finish="overloaded", code="overloaded"))) == [("queue", 1, 5)]
-    assert [one.name for one in spans_of(record([]))] == ["chat demo", "receive"]
+    assert [entry.name for entry in spans_of(record([]))] == ["chat demo", "receive"]
 
 
 def test_the_sdk_gets_ids_times_links_and_errors() -> None:
     resource = Resource({"service.name": "baton"})
     spans = list(readable_spans(record(FAILED, code="worker_lost"), resource))
-    contexts = [one.get_span_context() for one in spans]
-    assert {one.trace_id for one in contexts if one is not None} == {PARENT.trace_id}
+    contexts = [span.get_span_context() for span in spans]
+    assert {context.trace_id for context in contexts if context is not None} == {PARENT.trace_id}
     root, decode, route = spans[0], spans[5], spans[6]
     assert (root.start_time, root.end_time, root.resource) == (10**18, 10**18 + 20 * 10**9, resource)
     assert root.parent is not None
@@ -171,7 +171,7 @@ def test_a_callers_header_is_read_as_the_standard_says(header: str, sampled: boo
 )  # fmt: skip
 def test_a_request_is_the_operation_of_its_endpoint(endpoint: str, operation: str) -> None:
     spans = list(spans_of(replace(record(ALONE), endpoint=endpoint)))
-    assert operation in [one.attributes.get("gen_ai.operation.name") for one in spans]
+    assert operation in [span.attributes.get("gen_ai.operation.name") for span in spans]
 
 
 def test_a_request_whose_spans_cannot_be_made_is_counted() -> None:

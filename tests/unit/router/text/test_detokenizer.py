@@ -21,7 +21,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("🙂
 
 def fed(tokenizer: Tokenizer, ids: list[int], **options: Any) -> list[str]:
     detokenizer = Detokenizer(tokenizer.vocabulary, **options)
-    return [detokenizer.feed(one) for one in ids]
+    return [detokenizer.feed(token_id) for token_id in ids]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

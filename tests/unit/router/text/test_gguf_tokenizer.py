@@ -105,10 +105,10 @@ def loaded(tmp_path: Path, metadata: Mapping[str, Any], **more: Any) -> Tokenize
 
 def from_gguf(pre: str, tmp_path: Path) -> Tokenizer:
     state = json.loads(byte_level(pre))
-    ids = {one["content"]: one["id"] for one in state["added_tokens"]}
+    ids = {token["content"]: token["id"] for token in state["added_tokens"]}
     metadata = tokenizer_metadata(state, pre=pre, vocab_size=720)
     named = {"bos": ids["<|bos|>"], "eos": ids["<|end|>"]}
-    return loaded(tmp_path, metadata, **{f"tokenizer.ggml.{role}_token_id": one for role, one in named.items()})
+    return loaded(tmp_path, metadata, **{f"tokenizer.ggml.{role}_token_id": value for role, value in named.items()})
 
 
 def assert_alike(ours: Tokenizer, theirs: Tokenizer, texts: Sequence[str] = CORPUS) -> None:
@@ -125,7 +125,7 @@ def assert_alike(ours: Tokenizer, theirs: Tokenizer, texts: Sequence[str] = CORP
 
 def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     detokenizer = Detokenizer(tokenizer.vocabulary, at_start=True)
-    return [detokenizer.feed(one) for one in ids]
+    return [detokenizer.feed(token_id) for token_id in ids]
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", *ISOLATED])
@@ -248,7 +248,7 @@ def test_flags_of_the_metadata_decide_what_is_put_round_a_text(tmp_path: Path) -
 
 def test_ends_templates_and_settings_are_found(tmp_path: Path) -> None:
     state = json.loads(byte_level("gpt-2"))
-    ids = {one["content"]: one["id"] for one in state["added_tokens"]}
+    ids = {token["content"]: token["id"] for token in state["added_tokens"]}
     metadata = tokenizer_metadata(state, pre="gpt-2", vocab_size=720) | {
         "general.architecture": "llama",
         "general.sampling.temp": 0.5,
@@ -316,7 +316,10 @@ def test_no_made_up_metadata_does_more_than_raise(
     texts, scores = ["<unk>", "a", "b", "ab", "</s>"], [0.0, -1.0, -2.0, -0.5, 0.0]
     own = {"block_count": 1, "attention.head_count": 2, "context_length": 64, "embedding_length": 64,
            "feed_forward_length": 64, "attention.layer_norm_rms_epsilon": 1e-5}  # fmt: skip
-    metadata: dict[str, Any] = {"general.architecture": "llama", **{f"llama.{key}": one for key, one in own.items()}}
+    metadata: dict[str, Any] = {
+        "general.architecture": "llama",
+        **{f"llama.{key}": value for key, value in own.items()},
+    }
     metadata |= {
         "tokenizer.ggml.model": "llama" if is_sentencepiece else "gpt2",
         "tokenizer.ggml.pre": "gpt-2",

@@ -54,7 +54,7 @@ def test_marks_are_found(text: str, name: str, phase: Phase, expected: tuple[str
 def test_characters_of_a_mark_in_other_tokens_are_text() -> None:
     pieces = [token for char in "</think>" for token in ids_of(char, tagged())]
     reader = Reasoning("qwen3", tagged().vocabulary).reader(Phase.INSIDE, marks_calls=False)
-    texts = [reader.feed(one, tagged().vocabulary.whole_text(one) or "")[0] for one in pieces]
+    texts = [reader.feed(piece, tagged().vocabulary.whole_text(piece) or "")[0] for piece in pieces]
     assert "".join(texts) == "</think>"
     assert reader.is_inside
 

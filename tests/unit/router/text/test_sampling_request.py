@@ -130,7 +130,7 @@ def test_every_choice_draws_its_own_numbers_and_the_first_those_of_n_1(seed: int
     assert len(set(seeds)) == n
     assert seeds[:n] == seeds[n:], "a prompt's answers do not depend on its neighbours"
     assert seeds[0] == asking(seed=seed).jobs[0].sampling.seed
-    assert all(0 <= one < 2**64 for one in seeds)
+    assert all(0 <= seed < 2**64 for seed in seeds)
 
 
 def test_seeds_are_drawn_where_none_is_given() -> None:

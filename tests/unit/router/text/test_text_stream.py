@@ -118,7 +118,7 @@ async def test_choices_come_as_they_are_made() -> None:
 async def test_every_choice_gets_its_own_text() -> None:
     script = Scripted(lambda job: token_deltas([*ids_of(f"hello {job.request_id}"), END], job))
     choices, usage = await told(script, asking(num_prompts=2, n=2))
-    assert [one.text for one in choices] == ["hello r-0", "hello r-1", "hello r-2", "hello r-3"]
+    assert [choice.text for choice in choices] == ["hello r-0", "hello r-1", "hello r-2", "hello r-3"]
     assert usage.prompt_tokens == 8, "a prompt counts once, however many choices it has"
 
 

@@ -44,8 +44,8 @@ class Past:
         workers = {"p0": 0, "p1": 0} | cached
         candidates = CandidateTable.of(
             [
-                Candidate(worker_id=one, role=WorkerRole.COLOCATED, num_cached_tokens=min(n * SIZE, len(prompt) - 1))
-                for one, n in workers.items()
+                Candidate(worker_id=value, role=WorkerRole.COLOCATED, num_cached_tokens=min(n * SIZE, len(prompt) - 1))
+                for value, n in workers.items()
             ]
         )
         decision = Decision(
@@ -53,7 +53,7 @@ class Past:
             cost_unit="s",
             prefill=None,
             decode=by,
-            scores=tuple(Score(worker_id=one, role=WorkerRole.COLOCATED, total=1.0) for one in workers),
+            scores=tuple(Score(worker_id=worker, role=WorkerRole.COLOCATED, total=1.0) for worker in workers),
         )
         view = RequestView(request_id=job.request_id, num_tokens=len(prompt), block_size=SIZE)
         expected = LatencyEstimate(ttft_s=0.1, tpot_s=0.1, transfer_s=0.0, num_cached_tokens=0)
@@ -87,7 +87,7 @@ async def test_a_prompt_that_nobody_has_sent_was_never_stored(past: Past) -> Non
 async def test_a_block_that_was_expected_is_not_never_stored(past: Past) -> None:
     report = explain(past.read(p0=1), past.records, past.evictions)
     assert (report.num_expected, report.num_found) == (1, 0)
-    assert [one.reason for one in report.findings] == [MissKind.EVENTS_BEHIND]
+    assert [finding.reason for finding in report.findings] == [MissKind.EVENTS_BEHIND]
 
 
 async def test_where_prompts_part_is_told_with_the_nearest_request(past: Past) -> None:

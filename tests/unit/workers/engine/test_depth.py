@@ -189,8 +189,8 @@ def test_penalties_count_every_token_so_far(depth: int) -> None:
     rows = rows_of(toy)
     answer = toy.serve(ask("r", range(10), 7, frequency_penalty=0.5))["r"]
     samples = [row.sample for row in rows if row.sample is not None]
-    assert [one.output_ids for one in samples] == [answer.token_ids[:index] for index in range(7)]
-    assert all(one.prompt_ids == tuple(range(10)) for one in samples)
+    assert [sample.output_ids for sample in samples] == [answer.token_ids[:index] for index in range(7)]
+    assert all(sample.prompt_ids == tuple(range(10)) for sample in samples)
 
 
 def test_a_prompt_that_is_to_be_handed_over_is_not_decoded_in_vain() -> None:

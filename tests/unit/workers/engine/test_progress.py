@@ -14,7 +14,9 @@ def test_how_far_a_prompt_is_read_is_told_when_asked_for() -> None:
         ask("cached", [*range(100, 120), *range(200, 210)], 1, tells_progress=True), ask("silent", range(300, 321), 1)
     )
     updates = toy.step(6)
-    told = [(one.num_prompt_computed, one.num_cached_tokens) for one in updates if one.request_id == "cached"]
+    told = [
+        (update.num_prompt_computed, update.num_cached_tokens) for update in updates if update.request_id == "cached"
+    ]
     assert told == [(28, 20), (30, 20)]
     assert [len(update.token_ids) for update in updates if update.request_id == "silent"] == [1]
     toy.finish()

@@ -23,6 +23,6 @@ def test_what_is_given_to_stuck_threads_is_done_by_their_successors() -> None:
         second = threads.successor()
         third = second.successor()
         given = [one.submit(str, number) for number, one in enumerate((threads, second, third), 2)]
-        assert [one.result(60.0) for one in (waits, *given)] == ["1", "2", "3", "4"]
+        assert [task.result(60.0) for task in (waits, *given)] == ["1", "2", "3", "4"]
     finally:
         end.set()

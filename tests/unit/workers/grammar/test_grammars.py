@@ -53,7 +53,7 @@ class Summing:
     def draft(self, request_id: str, draft_ids: tuple[int, ...]) -> None: ...
 
     def allowed_after(self, request_id: str, samples: Sequence[Sample]) -> Sequence[Mask]:
-        masks = [self._mask(one) for one in samples]
+        masks = [self._mask(sample) for sample in samples]
         return masks[1:]
 
     def allowed(self, request_id: str, sample: Sample) -> Mask | None:
@@ -82,7 +82,9 @@ def test_tokens_are_the_same_with_steps_in_flight_and_when_preempted(depth: int,
     plain = ToyEngine(grammars=Summing(), eos_ids=(EOS,)).serve(*requests, free)
     toy = ToyEngine(grammars=Summing(), eos_ids=(EOS,), depth=depth, num_blocks=num_blocks)
     assert toy.serve(*requests, free) == plain or num_blocks == 12  # then fewer blocks were found in the cache
-    assert {name: one.token_ids for name, one in toy.answers.items()} == {n: one.token_ids for n, one in plain.items()}
+    assert {name: output.token_ids for name, output in toy.answers.items()} == {
+        n: output.token_ids for n, output in plain.items()
+    }
     assert (toy.scheduler.num_preemptions > 0) == (num_blocks == 12)
     assert plain["free"].token_ids == by_hand(range(50, 56), 20)
     for request in requests:
@@ -105,7 +107,9 @@ def test_who_is_late_gets_the_same_tokens_and_holds_up_nobody(depth: int, num_bl
     assert toy.scheduler.num_waiting == len(requests), "newcomers begin when their first token can be chosen"
     toy.step(17 + depth)
     assert num_blocks == 12 or toy.answers["free"].finish_reason is FinishReason.LENGTH, "a token at every step"
-    assert {name: one.token_ids for name, one in toy.finish().items()} == {n: one.token_ids for n, one in plain.items()}
+    assert {name: output.token_ids for name, output in toy.finish().items()} == {
+        n: output.token_ids for n, output in plain.items()
+    }
     assert toy.answers["p"].prompt_logprobs == plain["p"].prompt_logprobs
 
 

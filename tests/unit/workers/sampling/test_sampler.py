@@ -117,7 +117,7 @@ all_samples = st.builds(
 def test_every_choice_is_the_reference_choice(samples: list[Sample], seed: int) -> None:
     logits = random_logits(len(samples), seed)
     chosen = [row.token_ids[0] for row in sample(logits, samples)]
-    assert chosen == [reference_choice(logits[row].tolist(), one) for row, one in enumerate(samples)]
+    assert chosen == [reference_choice(logits[row].tolist(), number) for row, number in enumerate(samples)]
 
 
 @settings(max_examples=30)

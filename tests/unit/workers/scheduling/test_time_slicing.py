@@ -27,7 +27,7 @@ def test_a_short_answer_waits_for_a_turn_and_not_for_the_long_ones(depth: int) -
     assert toy.answers["short"].token_ids == by_hand([9], 2)
     assert all(toy.answers[f"long{n}"].finish_reason is None for n in range(3))
     answers = toy.finish()
-    assert {name: one.token_ids for name, one in answers.items() if name != "short"} == {
+    assert {name: output.token_ids for name, output in answers.items() if name != "short"} == {
         f"long{n}": by_hand([n, 7], LONG) for n in range(3)
     }
     assert toy.scheduler.num_preemptions == 0, "nothing is computed twice"

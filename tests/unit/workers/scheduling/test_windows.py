@@ -203,13 +203,13 @@ class TestPrefixHits:
         toy = WindowEngine((None, 8), num_pages=40)
         for number in range(6):
             toy.serve(f"r{number}", tuple(range(number * 100, number * 100 + 60)), 1)
-        stored = [one for event in toy.events if isinstance(event, BlockStored) for one in event.hashes]
-        removed = [one for event in toy.events if isinstance(event, BlockRemoved) for one in event.hashes]
+        stored = [digest for event in toy.events if isinstance(event, BlockStored) for digest in event.hashes]
+        removed = [digest for event in toy.events if isinstance(event, BlockRemoved) for digest in event.hashes]
         assert len(stored) == 6 * 15
         assert len(removed) > 30
         assert {len(one) for one in stored + removed} == {16}
         told = set(stored) - set(removed)
-        assert {one for chain in toy.pool.snapshot() for one in chain.hashes} == told
+        assert {digest for chain in toy.pool.snapshot() for digest in chain.hashes} == told
 
 
 class TestHostTier:
@@ -279,7 +279,9 @@ class TestHostTier:
             elif isinstance(event, BlockRemoved) and event.tier is Tier.HOST:
                 on_host.difference_update(event.hashes)
         assert {len(one) for one in on_host} == {16}
-        assert {one for chain in toy.pool.snapshot() if chain.tier is Tier.HOST for one in chain.hashes} == on_host
+        assert {
+            digest for chain in toy.pool.snapshot() if chain.tier is Tier.HOST for digest in chain.hashes
+        } == on_host
 
 
 def evict(toy: WindowEngine) -> None:

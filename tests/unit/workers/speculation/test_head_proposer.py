@@ -69,7 +69,7 @@ def test_a_sequence_that_sat_out_a_step_has_its_first_draft_alone() -> None:
     head.computed([prompt_of(first)])
     head.computed([prompt_of(second)])
     queries = [DraftQuery(request_id=name, max_drafts=3) for name in "ab"]
-    assert [one.token_ids for one in head.propose(queries)] == [(5,), (6, 7, 8)]
+    assert [draft.token_ids for draft in head.propose(queries)] == [(5,), (6, 7, 8)]
 
 
 def test_rows_of_others_make_entries_and_no_drafts() -> None:

@@ -196,14 +196,14 @@ def test_a_head_begins_behind_the_pages_that_a_pause_left_without_its_kv() -> No
     head.begin(sequence)
     query = [DraftQuery(request_id="a", max_drafts=2)]
     head.computed([row_of(sequence, 0, 6)])
-    assert [one.token_ids for one in head.propose(query)] == [(8, 9)]
+    assert [draft.token_ids for draft in head.propose(query)] == [(8, 9)]
     sequence.output_ids += [8]
     head.skipped([row_of(sequence, 6, 7)])
     assert headless == {5}
-    assert [one.token_ids for one in head.propose(query)] == [()]
+    assert [draft.token_ids for draft in head.propose(query)] == [()]
     sequence.output_ids += [9]
     head.computed([row_of(sequence, 7, 8)])
-    assert [one.token_ids for one in head.propose(query)] == [()], "position 7 stands in a page without entries"
+    assert [draft.token_ids for draft in head.propose(query)] == [()], "position 7 stands in a page without entries"
     sequence.output_ids += [10]
     head.computed([row_of(sequence, 8, 9)])
-    assert [one.token_ids for one in head.propose(query)] == [(11, 12)]
+    assert [draft.token_ids for draft in head.propose(query)] == [(11, 12)]

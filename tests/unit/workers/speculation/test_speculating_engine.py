@@ -48,8 +48,8 @@ class TenMs(NoCost):
 
 def without_counts(answers: dict[str, Answer]) -> dict[str, Any]:
     return {
-        name: (one.token_ids, one.logprobs, one.finish_reason, one.error and one.error.message)
-        for name, one in answers.items()
+        name: (output.token_ids, output.logprobs, output.finish_reason, output.error and output.error.message)
+        for name, output in answers.items()
     }
 
 
@@ -127,8 +127,8 @@ def test_a_prediction_is_followed_and_counted() -> None:
         updates += toy.step()
     assert toy.answers["r"].token_ids == plain
     assert updates[-1].finish_reason is FinishReason.LENGTH
-    assert sum(one.num_predicted for one in updates) > 10
-    assert sum(one.num_mispredicted for one in updates) > 0
+    assert sum(update.num_predicted for update in updates) > 10
+    assert sum(update.num_mispredicted for update in updates) > 0
     assert toy.engine.num_steps < 12
 
 
@@ -205,9 +205,9 @@ def test_updates_of_one_token_stay_plain_and_no_count_is_lost() -> None:
         updates += toy.step()
     load = toy.engine.load().speculation
     assert load is not None
-    assert sum(one.num_drafted for one in updates) == load.num_drafted > 0
-    assert sum(one.num_accepted for one in updates) == load.num_accepted > 0
-    assert all(one.is_plain for one in updates[1:-1] if len(one.token_ids) == 1)
+    assert sum(update.num_drafted for update in updates) == load.num_drafted > 0
+    assert sum(update.num_accepted for update in updates) == load.num_accepted > 0
+    assert all(update.is_plain for update in updates[1:-1] if len(update.token_ids) == 1)
 
 
 @pytest.mark.parametrize(("sources", "drafts"), [((), True), (("known", "ngram"), True), (("ngram",), False)])

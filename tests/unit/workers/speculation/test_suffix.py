@@ -106,7 +106,7 @@ def test_answers_that_wait_to_be_added_are_bounded_too() -> None:
         proposer._sequences[name].output_ids.extend(chance.randrange(1000) for _ in range(19))
     for number in range(30):
         proposer.end(f"r{number}")
-        waiting = sum(len(one.token_ids) for one in proposer._ended)
+        waiting = sum(len(output.token_ids) for output in proposer._ended)
         assert proposer.num_waiting == waiting <= max_tokens // WAITING_SHARE
     learnt(proposer)
     assert proposer.num_waiting == 0

@@ -37,7 +37,7 @@ def test_steps_take_as_long_as_kernels_that_were_measured() -> None:
 def test_steps_take_as_long_as_the_engines_on_an_h200() -> None:
     """The steps of `benchmarks.gpu.engine`, in the middle of those that it measures."""
     measured = json.loads((NOTES.parent / "gpu-h200" / "engine.json").read_text(encoding="utf-8"))
-    seconds = {one["what"]: one["seconds"] for one in measured["figures"]}
+    seconds = {figure["what"]: figure["seconds"] for figure in measured["figures"]}
     model = Roofline(gpu=GPUS["h200"], model=MODELS["llama-3-8b"], tp=1, host_s=0.0)
     for rows in (1, 4, 16, 64):
         ours_s = model.step_s(step_of([(1, 1024 + 96)] * rows))

@@ -65,7 +65,7 @@ def test_clusters_that_a_sweep_leaves_out_are_in_its_report(tmp_path: Path) -> N
     told = answer(*sweep, "faults.schedule=['0.1 kill colocated-2']")
     assert "2 of 4 clusters left out: the reasons are on stderr and in --json\n" in told
     kept = json.loads(file.read_text())
-    assert [one["cluster"]["decode"] for one in kept["left_out"]] == [1, 2]
+    assert [row["cluster"]["decode"] for row in kept["left_out"]] == [1, 2]
     assert [run["cluster"]["decode"] for run in kept["runs"]] == [3, 4]
     assert kept["left_out"][0]["cluster"].keys() == kept["runs"][0]["cluster"].keys()
     assert "kill has no target colocated-2" in kept["left_out"][0]["reason"]

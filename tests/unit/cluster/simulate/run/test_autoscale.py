@@ -73,14 +73,15 @@ def test_a_fleet_that_shrinks_under_full_streams_drops_none() -> None:
     planned, sessions = PlannedRun(), list(generated("poisson", load))
     outcome = simulate(config, sessions, steer=autoscaling(settings, planned))
     counts = [
-        (one.at_s, one.before.counts[WorkerRole.DECODE], one.after.counts[WorkerRole.DECODE]) for one in planned.changes
+        (change.at_s, change.before.counts[WorkerRole.DECODE], change.after.counts[WorkerRole.DECODE])
+        for change in planned.changes
     ]
     shrunk_s = next(at_s for at_s, before, after in counts if after < before)
-    during = [one for one in outcome.records if one.arrivals_s[0] < shrunk_s < one.arrivals_s[-1]]
+    during = [record for record in outcome.records if record.arrivals_s[0] < shrunk_s < record.arrivals_s[-1]]
     assert len(during) > 3, "else the load is too small for this test"
-    assert not any(one.error for one in outcome.records)
+    assert not any(record.error for record in outcome.records)
     num_tokens = sum(turn.num_output for session in sessions for turn in session.turns)
-    assert sum(one.num_output for one in outcome.records) == num_tokens
+    assert sum(record.num_output for record in outcome.records) == num_tokens
 
 
 def test_what_waits_in_line_is_late_for_the_planner_too() -> None:
@@ -99,9 +100,9 @@ def test_what_waits_in_line_is_late_for_the_planner_too() -> None:
     settings = replace(planner_settings("1:1", OBJECTIVE, 0.95, DEVICES), period_s=2.0, window_s=8.0)
     planned = PlannedRun()
     outcome = simulate(config, generated("poisson", load), steer=autoscaling(settings, planned))
-    last = [one for one in outcome.records if (one.due_s or 0.0) > 6.0]
+    last = [record for record in outcome.records if (record.due_s or 0.0) > 6.0]
     assert not any(OBJECTIVE.met(one) for one in last), "else the load is too small for this test"
-    told = [one.reason for one in planned.decisions if 16.0 < one.at_s < 20.0]
+    told = [decision.reason for decision in planned.decisions if 16.0 < decision.at_s < 20.0]
     assert told
     assert all(float(reason.partition("%")[0]) < 5.0 for reason in told), told
 

@@ -72,7 +72,7 @@ def test_a_sweep_tries_no_cluster_that_arithmetic_rules_out(tmp_path: Path) -> N
     result = call(*sweep, "--json", str(file))
     assert result.exit_code == 0, result.output
     swept = json.loads(file.read_text())
-    assert [one["cluster"]["prefill"] for one in swept["overloaded"]] == [1, 2]
+    assert [row["cluster"]["prefill"] for row in swept["overloaded"]] == [1, 2]
     assert all(one["offered"]["prefill"] > 1 for one in swept["overloaded"])
     assert swept["cheapest"]["prefill"] == 3
     alone = call(*HEAVY, "objectives.targets=['ttft p50 < 90 s']")

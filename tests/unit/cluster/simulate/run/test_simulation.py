@@ -240,7 +240,9 @@ def test_answers_of_one_token_are_not_handed_over() -> None:
 
 
 def _of(asked: list[UserSession], *, num_output: int) -> list[UserSession]:
-    return [replace(one, turns=tuple(replace(turn, num_output=num_output) for turn in one.turns)) for one in asked]
+    return [
+        replace(query, turns=tuple(replace(turn, num_output=num_output) for turn in query.turns)) for query in asked
+    ]
 
 
 def test_prefixes_are_pulled_over_lanes_that_were_measured_as_quick() -> None:

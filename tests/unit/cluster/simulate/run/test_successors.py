@@ -10,7 +10,7 @@ DIES_S, LOADS_S = 1.0, 200.0
 
 def test_answers_wait_for_a_checkpoint_that_takes_minutes_to_load() -> None:
     outcome, _ = run(f"{DIES_S} kill colocated-0", pools=PoolsConfig(colocated=1), load_s=LOADS_S)
-    begun = [one for one in outcome.records if one.arrivals_s and one.arrivals_s[0] < LOADS_S + DIES_S]
-    resumed = [one for one in begun if one.error or one.arrivals_s[-1] > LOADS_S + DIES_S]
+    begun = [record for record in outcome.records if record.arrivals_s and record.arrivals_s[0] < LOADS_S + DIES_S]
+    resumed = [finding for finding in begun if finding.error or finding.arrivals_s[-1] > LOADS_S + DIES_S]
     assert resumed, "some answers had begun when the only worker died"
-    assert not [one.error for one in resumed if one.error]
+    assert not [finding.error for finding in resumed if finding.error]

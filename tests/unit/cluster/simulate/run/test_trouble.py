@@ -116,7 +116,10 @@ def test_gateways_know_when_their_store_is_gone_and_share_again_when_it_is_back(
     async def troubles() -> list[set[str]]:
         deployment = SimulatedDeployment(config, SimulationLog(running_loop()))
         await deployment.start()
-        shared, store = [one.shared for one in deployment.gateways if one.shared is not None], deployment.store
+        shared, store = (
+            [gateway.shared for gateway in deployment.gateways if gateway.shared is not None],
+            deployment.store,
+        )
         assert store is not None
         told: list[set[str]] = []
         changes: list[Callable[[], None]] = [lambda: None, store.disconnect, store.clear, store.reconnect]
@@ -183,7 +186,7 @@ def test_a_fault_that_would_last_for_weeks_ends_soon_after_the_load(kind: str) -
 
 def test_a_pool_without_workers_uses_no_memory() -> None:
     outcome, _ = run("0.5 kill decode-0", "0.5 kill decode-1", audit_every=0)
-    alone = [one for one in outcome.samples if one.role is WorkerRole.DECODE and not one.num_workers]
+    alone = [sample for sample in outcome.samples if sample.role is WorkerRole.DECODE and not sample.num_workers]
     assert alone, "it is started again at once: nothing was looked at"
     assert {one.blocks_used for one in alone} == {0.0}
 
@@ -191,8 +194,8 @@ def test_a_pool_without_workers_uses_no_memory() -> None:
 def test_the_report_lists_the_faults_that_happened_by_the_clock_of_the_event_log() -> None:
     """The load, and everybody's clock, begins at 0: workers have started before."""
     outcome, lines = run("0.5 kill decode-0", "0.75 pause decode-0 for 2", "1 aborts clients by 0.1")
-    assert [one.at_s for one in outcome.faults] == pytest.approx([0.5, 0.75, 1.0])
-    assert [(one.what, one.why) for one in outcome.faults] == [
+    assert [fault.at_s for fault in outcome.faults] == pytest.approx([0.5, 0.75, 1.0])
+    assert [(fault.what, fault.why) for fault in outcome.faults] == [
         ("kill decode-0", ""), ("pause decode-0 for 2", "its target did not exist"), ("aborts clients by 0.1", ""),
     ]  # fmt: skip
     noted = [line.split() for line in lines if " fault " in line]
@@ -205,7 +208,7 @@ def test_the_report_lists_the_faults_that_happened_by_the_clock_of_the_event_log
 def test_a_fault_long_after_the_last_answer_is_passed_over() -> None:
     """A simulation ends when all has been answered, and does not wait for years."""
     outcome, lines = run("0.5 kill decode-0", "1000000000 kill decode-0")
-    assert [(one.at_s, one.passed_over) for one in outcome.faults] == [(0.5, False), (1e9, True)]
+    assert [(fault.at_s, fault.passed_over) for fault in outcome.faults] == [(0.5, False), (1e9, True)]
     assert outcome.faults[-1].why == "it begins after the load was over"
     assert float(lines[-1].split()[0]) < 1000
 

@@ -88,11 +88,11 @@ def felt(where: str, *faults: str) -> Felt:
     answered = [record for record in outcome.records if not record.error]
     decisions = [line.rpartition("by=")[2].split(",") for line in lines if " ended r" in line]
     return Felt(
-        ttft_s=fmean(one.ttft_s or 0.0 for one in answered),
-        e2e_s=fmean(one.e2e_s or 0.0 for one in answered),
-        num_cached=sum(one.num_cached or 0 for one in answered),
+        ttft_s=fmean(answer.ttft_s or 0.0 for answer in answered),
+        e2e_s=fmean(answer.e2e_s or 0.0 for answer in answered),
+        num_cached=sum(answer.num_cached or 0 for answer in answered),
         num_again=sum(len(made) - 1 for made in decisions),
-        errors={one.error for one in outcome.records if one.error},
+        errors={record.error for record in outcome.records if record.error},
         num_told=len(told),
         told_s=fmean(told),
         num_gaps=len(gaps),

@@ -70,13 +70,13 @@ def test_an_assistants_load_is_like_the_trace_that_it_is_made_after() -> None:
     and 94,764 at p99, answers of 347, 2,865 conversations, 33 % of the tokens of prompts seen before."""
     made = generated("assistant", replace(LOAD, num_requests=4000, rate=ASSISTANT_RATE))
     asked = asked_of(made, 512)
-    assert len({one.hashes[0] for one in asked if one.hashes}) == 1, "the system prompt"
-    assert max(one.num_prompt for one in asked) < 125_000
-    prompts = sorted(one.num_prompt for one in asked)
+    assert len({query.hashes[0] for query in asked if query.hashes}) == 1, "the system prompt"
+    assert max(query.num_prompt for query in asked) < 125_000
+    prompts = sorted(query.num_prompt for query in asked)
     assert sum(prompts) / len(asked) == pytest.approx(13_312, rel=0.1)
     assert prompts[2000] == pytest.approx(7_884, rel=0.2)
     assert prompts[3960] == pytest.approx(94_764, rel=0.1)
-    assert sum(one.num_output for one in asked) / len(asked) == pytest.approx(347, rel=0.05)
+    assert sum(query.num_output for query in asked) / len(asked) == pytest.approx(347, rel=0.05)
     assert asked[-1].at_s == pytest.approx(4000 / ASSISTANT_RATE, rel=0.05)
     assert len(made) == pytest.approx(2865, rel=0.15)
     assert repeated(asked, 512) / sum(prompts) == pytest.approx(0.33, abs=0.04)

@@ -152,7 +152,7 @@ def test_tiktoken_splits_text_as_kimi_does(tmp_path: Path) -> None:
     """Splits are those that are published for Kimi K2: a run of Han letters is a piece of its own."""
     pieces = ["中文", "English", "混合", "北京市", " Pascal", "123", "45", "don't", "!\n"]
     words = [bytes([byte]) for byte in range(256)]
-    for piece in [*(one.encode() for one in pieces), "文English".encode(), b"12345"]:
+    for piece in [*(piece.encode() for piece in pieces), "文English".encode(), b"12345"]:
         words += [piece[:end] for end in range(2, len(piece) + 1) if piece[:end] not in words]
     lines = [f"{base64.b64encode(word).decode()} {rank}" for rank, word in enumerate(words)]
     put(tmp_path, "tiktoken.model", "\n".join(lines[::-1]))
