@@ -48,7 +48,7 @@ def _q4_k(x: Floats) -> Bytes:
     parts = x.reshape(*x.shape[:-1], 8, 32)
     least = np.minimum(parts.min(axis=-1), 0)
     step = (parts.max(axis=-1) - least) / 15
-    d, dmin = (_half(one.max(axis=-1, keepdims=True) / 63) for one in (step, -least))
+    d, dmin = (_half(scale.max(axis=-1, keepdims=True) / 63) for scale in (step, -least))
     scales = np.rint(_over(step, d)).clip(0, 63)
     minima = np.rint(_over(-least, dmin)).clip(0, 63)
     size, offset = (d * scales)[..., None], (dmin * minima)[..., None]

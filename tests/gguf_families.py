@@ -15,7 +15,7 @@ ARCHITECTURES = {
 }  # fmt: skip
 _GEMMA = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
 _FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
-_SHARED = {f"mlp.shared_experts.{one}_proj": f"ffn_{one}_shexp" for one in ("gate", "up", "down")}
+_SHARED = {f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
 NAMES: dict[str, dict[str, str]] = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
@@ -78,38 +78,47 @@ def _gpt_oss_experts(name: str, weight: torch.Tensor) -> Iterator[tuple[str, tor
 
 def keys_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Keys below the architecture's name that not every family has; they replace the usual ones. None: no such key."""
-    kind, found = config["model_type"], dict[str, Any]()
+    kind, keys = config["model_type"], dict[str, Any]()
     rope = config.get("rope_parameters") or {}
     if kind in ("gemma2", "gemma3_text", "gpt_oss", "cohere2"):
-        found["attention.sliding_window"] = config["sliding_window"]
+        keys["attention.sliding_window"] = config["sliding_window"]
     if kind in ("gemma2", "gemma3_text") and config["final_logit_softcapping"]:
-        found["final_logit_softcapping"] = float(config["final_logit_softcapping"])
+        keys["final_logit_softcapping"] = float(config["final_logit_softcapping"])
     if kind == "gemma2":
-        found["attn_logit_softcapping"] = float(config["attn_logit_softcapping"])
+        keys["attn_logit_softcapping"] = float(config["attn_logit_softcapping"])
     if kind == "gemma3_text":
-        found["attention.sliding_window_pattern"] = ("bool", [one != "full_attention" for one in config["layer_types"]])
-        found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        keys["attention.sliding_window_pattern"] = (
+            "bool",
+            [layer_type != "full_attention" for layer_type in config["layer_types"]],
+        )
+        keys["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
     if kind == "cohere2":
-        found |= {"logit_scale": float(config["logit_scale"]), "attention.layer_norm_epsilon": config["layer_norm_eps"]}
-        found["attention.sliding_window_pattern"] = ("bool", [one != "full_attention" for one in config["layer_types"]])
+        keys |= {"logit_scale": float(config["logit_scale"]), "attention.layer_norm_epsilon": config["layer_norm_eps"]}
+        keys["attention.sliding_window_pattern"] = (
+            "bool",
+            [layer_type != "full_attention" for layer_type in config["layer_types"]],
+        )
     if kind in ("olmo3", "exaone4") and config["sliding_window"]:
-        found["attention.sliding_window"] = config["sliding_window"]
-        found["attention.sliding_window_pattern"] = ("bool", [one != "full_attention" for one in config["layer_types"]])
+        keys["attention.sliding_window"] = config["sliding_window"]
+        keys["attention.sliding_window_pattern"] = (
+            "bool",
+            [layer_type != "full_attention" for layer_type in config["layer_types"]],
+        )
     if kind == "starcoder2":
-        found["attention.layer_norm_epsilon"] = config["norm_epsilon"]
+        keys["attention.layer_norm_epsilon"] = config["norm_epsilon"]
     if kind == "phi3":
-        found["attention.sliding_window"] = config["sliding_window"] or 0
-        found["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
+        keys["attention.sliding_window"] = config["sliding_window"] or 0
+        keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
         if rope["rope_type"] == "longrope":
-            found["rope.scaling.attn_factor"] = 1.25
+            keys["rope.scaling.attn_factor"] = 1.25
     if kind == "ministral3":
-        found["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
-        found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
+        keys["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
+        keys["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
     if kind == "minimax_m2":
-        found |= {"expert_feed_forward_length": config["intermediate_size"], "expert_gating_func": 2}
+        keys |= {"expert_feed_forward_length": config["intermediate_size"], "expert_gating_func": 2}
     if kind == "gpt_oss":
-        found["expert_feed_forward_length"] = config["intermediate_size"]
-    return found | (_routed(config) if "n_routed_experts" in config else {}) | _latent(config)
+        keys["expert_feed_forward_length"] = config["intermediate_size"]
+    return keys | (_routed(config) if "n_routed_experts" in config else {}) | _latent(config)
 
 
 def _routed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +141,7 @@ def _latent(config: Mapping[str, Any]) -> dict[str, Any]:
     if "kv_lora_rank" not in config:
         return {}
     rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    found = {
+    keys = {
         "attention.head_count_kv": 1,
         "attention.kv_lora_rank": rank,
         "attention.key_length": rank + turned,
@@ -142,7 +151,7 @@ def _latent(config: Mapping[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": turned,
     }
     if config["q_lora_rank"] is not None:
-        found["attention.q_lora_rank"] = config["q_lora_rank"]
+        keys["attention.q_lora_rank"] = config["q_lora_rank"]
     if mscale := (config["rope_parameters"] or {}).get("mscale_all_dim"):
-        found["rope.scaling.yarn_log_multiplier"] = 0.1 * mscale
-    return found
+        keys["rope.scaling.yarn_log_multiplier"] = 0.1 * mscale
+    return keys

@@ -99,12 +99,12 @@ def tokenizer_metadata(
         texts[token["id"]], types[token["id"]] = token["content"], 3 if token["special"] else 4
         if scores is not None and token["content"] == "<unk>":
             types[token["id"]] = 2
-    found: dict[str, Any] = {"tokens": texts, "token_type": ("int32", types)}
+    metadata: dict[str, Any] = {"tokens": texts, "token_type": ("int32", types)}
     if scores is None:
-        found |= {"model": "gpt2", "pre": pre, "merges": [" ".join(pair) for pair in state["model"]["merges"]]}
+        metadata |= {"model": "gpt2", "pre": pre, "merges": [" ".join(pair) for pair in state["model"]["merges"]]}
     else:
-        found |= {"model": "llama", "scores": ("float32", [*scores, *[-1000.0] * (vocab_size - len(scores))])}
-    return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
+        metadata |= {"model": "llama", "scores": ("float32", [*scores, *[-1000.0] * (vocab_size - len(scores))])}
+    return {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
 
 
 def _fused(tensors: dict[str, Stored]) -> Iterator[tuple[str, Stored]]:
@@ -113,15 +113,15 @@ def _fused(tensors: dict[str, Stored]) -> Iterator[tuple[str, Stored]]:
         gate, up = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
         count, rows, inputs = gate.shape
         size = len(gate.data) // count
-        parts = (one.data[i * size : (i + 1) * size] for i in range(count) for one in (gate, up))
+        parts = (tensor.data[i * size : (i + 1) * size] for i in range(count) for tensor in (gate, up))
         yield name.replace("gate", "gate_up"), Stored((count, 2 * rows, inputs), gate.kind, b"".join(parts))
 
 
 def _name_in_file(name: str, family: str) -> str:
-    found = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(weight|bias)", name)
-    assert found is not None
-    own = (_NAMES | NAMES.get(family, {})).get(found[2], "")
-    return f"{f'blk.{found[1]}.' if found[1] else ''}{own}.{found[3]}"
+    match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.*)\.(weight|bias)", name)
+    assert match is not None
+    own = (_NAMES | NAMES.get(family, {})).get(match[2], "")
+    return f"{f'blk.{match[1]}.' if match[1] else ''}{own}.{match[3]}"
 
 
 def _stored(name: str, weight: torch.Tensor, kind: str, *, made_up: bool) -> Stored:
@@ -182,11 +182,11 @@ def _rope_tensors(config: Mapping[str, Any]) -> dict[str, Stored]:
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope":
         return {
-            f"rope_factors_{one}.weight": Stored(
+            f"rope_factors_{length}.weight": Stored(
                 (len(factors),), "F32", torch.tensor(factors, dtype=torch.float32).numpy().tobytes()
             )
-            for one in ("long", "short")
-            for factors in [rope[f"{one}_factor"]]
+            for length in ("long", "short")
+            for factors in [rope[f"{length}_factor"]]
         }
     if rope.get("rope_type") != "llama3":
         return {}

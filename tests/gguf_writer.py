@@ -85,7 +85,7 @@ def _value(value: Any) -> bytes:
     if isinstance(value, Sequence):
         if value and isinstance(value[0], str | bytes):
             return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
-        return _value(("float32" if any(isinstance(one, float) for one in value) else "int32", value))
+        return _value(("float32" if any(isinstance(item, float) for item in value) else "int32", value))
     if isinstance(value, bool):
         return _value(("bool", value))
     if isinstance(value, float):

@@ -10,11 +10,11 @@ from protos.values import KVLayout
 def changed(layout: KVLayout, **sizes: Any) -> KVLayout:
     """`layout` with other arguments of `KVLayout.dense`."""
     part = layout.parts[0]
-    kept: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "num_layers": layout.num_layers,
         "num_kv_heads": part.heads,
         "head_dim": part.width,
         "dtype": part.dtype,
     }
     whole = {"block_size": layout.block_size, "tp": layout.tp, "model": layout.model, "device": layout.device}
-    return KVLayout.dense(**(kept | whole | sizes))
+    return KVLayout.dense(**(fields | whole | sizes))

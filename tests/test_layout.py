@@ -65,8 +65,8 @@ def files(pattern: str = "*") -> list[Path]:
 
 def report(offences: Iterator[str]) -> None:
     """Fail with one offence a line."""
-    if found := list(offences):
-        pytest.fail("\n".join(found), pytrace=False)
+    if lines := list(offences):
+        pytest.fail("\n".join(lines), pytrace=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,10 +145,10 @@ def test_no_product_package_reads_what_can_run_code() -> None:
 def test_files_and_functions_stay_small() -> None:
     def offences() -> Iterator[str]:
         for path in files("*.py"):
-            found = outline(path)
-            if found.code_lines > MAX_FILE_LINES:
-                yield f"{path}: {found.code_lines} code lines, the cap is {MAX_FILE_LINES}: split it by responsibility"
-            for name, line, size in found.functions:
+            sizes = outline(path)
+            if sizes.code_lines > MAX_FILE_LINES:
+                yield f"{path}: {sizes.code_lines} code lines, the cap is {MAX_FILE_LINES}: split it by responsibility"
+            for name, line, size in sizes.functions:
                 if size > MAX_FUNCTION_LINES:
                     where = f"{path}:{line}: {name}"
                     yield f"{where} has {size} code lines, the cap is {MAX_FUNCTION_LINES}: extract its steps"
@@ -162,7 +162,7 @@ def test_docstrings_begin_with_their_subject() -> None:
     report(
         f"{path}:{node.lineno}: begin with the subject, not with {begun.group()!r}"
         for path in files("*.py")
-        if path.parts[0] in PACKAGES and not GENERATED.search(path.name)
+        if path.parts[0] in (*PACKAGES, "tests") and not GENERATED.search(path.name)
         for node in ast.walk(ast.parse((ROOT / path).read_text()))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         if (begun := begins.match(node.value.value.strip()))
@@ -215,7 +215,7 @@ def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
     numbers: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
 
     def visit(name: str) -> None:
         numbers[name] = lowest[name] = len(numbers)
@@ -228,13 +228,13 @@ def circles(arrows: Mapping[str, set[str]]) -> list[list[str]]:
         if lowest[name] == numbers[name]:
             first = stack.index(name)
             if len(stack) - first > 1:
-                found.append(sorted(stack[first:]))
+                groups.append(sorted(stack[first:]))
             del stack[first:]
 
     for name in sorted(arrows):
         if name not in numbers:
             visit(name)
-    return found
+    return groups
 
 
 @pytest.fixture(scope="module")
@@ -308,10 +308,10 @@ def test_files_name_no_machine_and_no_registry() -> None:
                 continue  # weights and pictures
             anywhere = machine.search(text) or registry.search(text)
             for number, line in enumerate(text.splitlines() if anywhere else (), 1):
-                if found := machine.search(line):
-                    yield f"{path}:{number}: {found.group()} exists on one machine only: take it as a setting"
-                if found := registry.search(line):
-                    yield f"{path}:{number}: {found.group()} is a registry: leave it to pip's or Docker's settings"
+                if match := machine.search(line):
+                    yield f"{path}:{number}: {match.group()} exists on one machine only: take it as a setting"
+                if match := registry.search(line):
+                    yield f"{path}:{number}: {match.group()} is a registry: leave it to pip's or Docker's settings"
 
     report(offences())
 
@@ -358,19 +358,19 @@ def test_architecture_lists_every_folder() -> None:
 def test_documents_name_settings_that_exist() -> None:
     """Another test compares docs/settings.md with the code."""
     page = (ROOT / "docs" / "settings.md").read_text()
-    known = {
+    settings = {
         f"{section}.{name}"
         for section, table in re.findall(r"^## \[([\w.]+)\]\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
         for name in re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
     }
-    sections = "|".join(sorted({name.partition(".")[0] for name in known}))
+    sections = "|".join(sorted({name.partition(".")[0] for name in settings}))
     named = re.compile(rf"`(?:--set )?((?:{sections})(?:\.\w+)+)[`=]")
     report(
         f"{path}:{number}: there is no setting {name}: docs/settings.md lists them"
         for path in files("*.md")
         for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
         for name in named.findall(line)
-        if name not in known and not (ROOT / f"{name.replace('.', '/')}.py").is_file()
+        if name not in settings and not (ROOT / f"{name.replace('.', '/')}.py").is_file()
     )
 
 

@@ -95,7 +95,7 @@ class Deployed:
         return not self._reader.is_alive() or self.process.poll() is not None
 
     def _matches(self, pattern: str) -> list[re.Match[str]]:
-        return [found for line in self._lines if (found := re.search(pattern, line))]
+        return [match for line in self._lines if (match := re.search(pattern, line))]
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -159,9 +159,9 @@ class Deployed:
 
     def metric(self, name: str, pool: str) -> float:
         told = httpx.get(f"{self.urls[0]}/metrics", timeout=10.0).text
-        found = re.search(rf'^{name}{{pool="{pool}"}} (\S+)$', told, re.MULTILINE)
-        assert found, f"no {name} of {pool} in:\n{told}"
-        return float(found[1])
+        match = re.search(rf'^{name}{{pool="{pool}"}} (\S+)$', told, re.MULTILINE)
+        assert match, f"no {name} of {pool} in:\n{told}"
+        return float(match[1])
 
     # -- its processes -------------------------------------------------------------------------------------------------
 
@@ -172,14 +172,14 @@ class Deployed:
 
     def processes(self) -> dict[int, str]:
         """Whatever carries our mark: all that it started, also what has left its family."""
-        found: dict[int, str] = {}
+        commands: dict[int, str] = {}
         for folder in Path("/proc").iterdir():
             try:
                 if folder.name.isdigit() and f"{MARK}={self._mark}".encode() in (folder / "environ").read_bytes():
-                    found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+                    commands[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
             except OSError:
                 continue  # it is gone, or not ours to read
-        return found
+        return commands
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
         """Signals the whole process group, as a terminal does; the exit code."""

@@ -77,8 +77,8 @@ def whole(pieces: list[dict[str, Any]]) -> Choice:
         finish_reason=next(piece["finish_reason"] for piece in pieces if piece["finish_reason"]),
         logprobs=[
             value
-            for one in told
-            for its, top in zip(one["token_logprobs"], one["top_logprobs"], strict=True)
+            for choice in told
+            for its, top in zip(choice["token_logprobs"], choice["top_logprobs"], strict=True)
             for value in (its, *sorted(top.values()))
         ],
     )

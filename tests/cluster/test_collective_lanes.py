@@ -104,15 +104,15 @@ class Peers:
 
     def wait_for(self, end: CollectiveSender | CollectiveReceiver, kind: type, *, count: int = 1) -> list[Any]:
         """The first `count` events of a kind; others are dropped on the way."""
-        found: list[Any] = []
+        events: list[Any] = []
 
         def enough() -> bool:
-            found.extend(event for event in end.poll() if isinstance(event, kind))
-            return len(found) >= count
+            events.extend(event for event in end.poll() if isinstance(event, kind))
+            return len(events) >= count
 
         with self.bell:
             assert self.bell.wait_for(enough, PATIENCE_S), f"no {kind.__name__}"
-        return found
+        return events
 
     def close(self) -> None:
         for process in self._processes:

@@ -51,13 +51,13 @@ PROMPTS = [prompt_of(length) for length in LENGTHS]
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    known: dict[str, tuple[Path, list[list[int]]]] = {}
+    oracles: dict[str, tuple[Path, list[list[int]]]] = {}
 
     def ask(family: str) -> tuple[Path, list[list[int]]]:
-        if family not in known:
+        if family not in oracles:
             folder = tmp_path_factory.mktemp(family)
-            known[family] = folder, oracle_answers(make_checkpoint(family, folder), PROMPTS)
-        return known[family]
+            oracles[family] = folder, oracle_answers(make_checkpoint(family, folder), PROMPTS)
+        return oracles[family]
 
     return ask
 

@@ -153,16 +153,16 @@ def trained_on(model: Path) -> None:
 
 def other_tokens(model: Path) -> None:
     path = model / "tokenizer.json"
-    found = json.loads(path.read_text())
-    found["added_tokens"].append(found["added_tokens"][-1] | {"id": 4095, "content": "<another>"})
-    path.write_text(json.dumps(found))
+    state = json.loads(path.read_text())
+    state["added_tokens"].append(state["added_tokens"][-1] | {"id": 4095, "content": "<another>"})
+    path.write_text(json.dumps(state))
 
 
 def other_template(model: Path) -> None:
     path = model / "tokenizer_config.json"
-    found = json.loads(path.read_text())
-    found["chat_template"] += "{# mended upstream #}"
-    path.write_text(json.dumps(found))
+    config = json.loads(path.read_text())
+    config["chat_template"] += "{# mended upstream #}"
+    path.write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,9 @@ async def test_a_host_that_gives_too_little(fleet: Cluster) -> None:
     mount = "mount -t tmpfs -o size={} tmpfs /dev/shm"
     one_core = "taskset -pc $(taskset -pc $$ | sed 's/.*: //; s/[-,].*//') $$ >/dev/null"
     async with gateway(fleet) as url:
-        for shell, found in (
+        for shell, expected in (
             (f"{mount.format('16m')}; ulimit -n 1024", ["shm-small", "open-files"]),
             (f"{mount.format('260m')}; fallocate -l 250M /dev/shm/psm_1", ["shm-full"]),
             (one_core, ["cores"]),
         ):
-            assert await asyncio.to_thread(doctor_after, shell, url) == found
+            assert await asyncio.to_thread(doctor_after, shell, url) == expected

@@ -59,7 +59,7 @@ async def test_a_flip_under_streams_changes_no_token_and_the_worker_works_in_its
             assert [await client.answer() for client in clients] == undisturbed
             chosen = [cluster.generate.decision(client.job.request_id)[0] for client in clients]
             assert any(candidate.prefill == "decode-1" for candidate in chosen) == (role is WorkerRole.PREFILL)
-            assert any(one.decode == "decode-1" for one in chosen) == (role is WorkerRole.DECODE)
+            assert any(candidate.decode == "decode-1" for candidate in chosen) == (role is WorkerRole.DECODE)
         assert cluster.generate.num_resumed == 0, "nothing was computed again"
 
 

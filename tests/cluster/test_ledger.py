@@ -137,14 +137,14 @@ async def test_a_budget_is_noticed_then_refused(front: GatewayServer, tmp_path: 
     roster = (tmp_path / "tenants.toml").read_text()
     acme = f'keys = ["{hash_of(KEY)}"]\nsoft_budget_usd = 0.005\nhard_budget_usd = 0.02\n'
     (tmp_path / "tenants.toml").write_text(roster.replace(f'keys = ["{hash_of(KEY)}"]\n', acme))
-    async with client(front, KEY) as one:
+    async with client(front, KEY) as caller:
         front._access._looked_s = float("-inf")  # as if two seconds had passed
-        first = await one.post("/v1/completions", json=ASKED)
+        first = await caller.post("/v1/completions", json=ASKED)
         assert (first.status_code, first.headers.get("x-baton-budget")) == (200, None)
-        second = await one.post("/v1/completions", json=ASKED)
+        second = await caller.post("/v1/completions", json=ASKED)
         assert second.status_code == 200
         assert re.fullmatch(r"spent 0\.0110 of 0\.00500 USD until 20\d\d-\d\d-01", second.headers["x-baton-budget"])
-        third = await one.post("/v1/completions", json=ASKED)
+        third = await caller.post("/v1/completions", json=ASKED)
         assert (third.status_code, third.json()["error"]["code"]) == (429, "insufficient_quota")
         message = third.json()["error"]["message"]
         assert re.search(r"has spent 0\.02[12]\d USD of its budget of 0\.0200 USD a month", message), message

@@ -85,9 +85,9 @@ async def _hang_up(
 ) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     asked = body | {"stream": True, "stream_options": options}
-    async with client.stream("POST", "/v1/completions", json=asked, headers=name) as one:
+    async with client.stream("POST", "/v1/completions", json=asked, headers=name) as response:
         usage = 0
-        async for line in one.aiter_lines():
+        async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 usage, num_events = json.loads(line[6:])["usage"]["completion_tokens"], num_events - 1
             if not num_events:

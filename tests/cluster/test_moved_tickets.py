@@ -54,8 +54,8 @@ def begin_to_move(source: Half | Distant, destination: Half | Distant) -> Ticket
     source.submit("r", PROMPT)
     while len(source.tokens("r")) < 2:
         source.step()
-    known = PROMPT + source.tokens("r")
-    ticket: Ticket = destination.reserve("r", known[:-1], PREFILL, len(known) + 8)
+    tokens = PROMPT + source.tokens("r")
+    ticket: Ticket = destination.reserve("r", tokens[:-1], PREFILL, len(tokens) + 8)
     source.open(ticket)
     until(lambda: source.lanes() == ["open"] and destination.lanes() == ["open"])
     source.move("r", ticket)
@@ -82,13 +82,15 @@ def test_a_sequence_whose_old_worker_goes(here: Half, there: Distant, blow: sign
     ticket = begin_to_move(there, here)
     if moved:
         until(lambda: has_moved(there, here))
-        known: tuple[int, ...] = there.tokens("r")
-        here.submit("r", PROMPT, known, ticket)
+        tokens: tuple[int, ...] = there.tokens("r")
+        here.submit("r", PROMPT, tokens, ticket)
         until(lambda: here.step() or here.state("r") is TicketState.ADOPTED)
     there.signal(blow)
     if moved:
         until(lambda: here.step() or not here.side.engine.has_work())
-        assert known + here.tokens("r") == answer(*[PREFILL_WEIGHT] * len(known), *[DECODE_WEIGHT] * (6 - len(known)))
+        assert tokens + here.tokens("r") == answer(
+            *[PREFILL_WEIGHT] * len(tokens), *[DECODE_WEIGHT] * (6 - len(tokens))
+        )
     else:
         until(lambda: here.step() or here.state("r") is TicketState.ABORTED)
     here.assert_idle()

@@ -98,9 +98,9 @@ async def test_two_processes_share_a_port_and_one_may_die(
                     await asyncio.sleep(0.02)
             gate.open.set()
             ended = await asyncio.gather(*answers, return_exceptions=True)
-            [whole] = [one for one in ended if isinstance(one, bytes)]
+            [whole] = [answer for answer in ended if isinstance(answer, bytes)]
             assert whole.endswith(b"data: [DONE]\n\n"), "that of the other process goes on"
-            [cut] = [one for one in ended if not isinstance(one, bytes)]
+            [cut] = [answer for answer in ended if not isinstance(answer, bytes)]
             assert isinstance(cut, httpx.HTTPError)
         idle = ("num_running", "num_waiting", "num_tickets")
         for own in (first, second):

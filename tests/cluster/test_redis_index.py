@@ -138,7 +138,7 @@ async def opened(*gateways: Gateway) -> AsyncIterator[None]:
 
 def knows(gateway: Gateway, prompts: Iterable[range], worker_id: str = "w") -> Callable[[], bool]:
     wanted = list(prompts)
-    return lambda: all(gateway.matched(one).get(worker_id) == len(one) // BLOCK_SIZE for one in wanted)
+    return lambda: all(gateway.matched(prompt).get(worker_id) == len(prompt) // BLOCK_SIZE for prompt in wanted)
 
 
 PROMPTS = [range(start, start + 40) for start in range(0, 500, 100)]
@@ -263,9 +263,9 @@ async def test_neither_a_paused_gateway_nor_a_former_life_is_believed(redis: Red
         assert await new.write("w", snapshot(10))
         await new.release("w")
         assert not await old.acquire("w", 9), "a later life of the worker is known"
-        found = await new.snapshot("w")
-        assert found is not None
-        assert found[0] == snapshot(10)
+        latest = await new.snapshot("w")
+        assert latest is not None
+        assert latest[0] == snapshot(10)
     finally:
         await old.close()
         await new.close()

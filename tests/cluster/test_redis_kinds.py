@@ -28,31 +28,31 @@ PATIENCE_S = 20.0
 
 @asynccontextmanager
 async def store(url: str) -> AsyncIterator[Store]:
-    one = Store(parse(url, setting="index").client(timeout_s=5.0), model="a {model}", gateway_id="g")
+    connected = Store(parse(url, setting="index").client(timeout_s=5.0), model="a {model}", gateway_id="g")
     try:
-        yield one
+        yield connected
     finally:
-        await one.close()
+        await connected.close()
 
 
 async def everything_works(url: str) -> None:
-    async with store(url) as one:
-        assert await one.acquire("w", 3)
-        assert await one.append("w", [TOLD])
-        assert await one.write("w", KVEvents(incarnation=3, first_seq=1, events=TOLD.events, snapshot=True))
-        assert await one.renew(["w"]) == []
-        await one.expect("w", CHAIN, for_s=2.0)
-        assert await one.worker_ids() == ["w"]
-        assert await one.holders(["w", "v"]) == {"w": "g", "v": None}
-        found = await one.snapshot("w")
-        assert found is not None
-        assert found[0].events == TOLD.events
-        entries = await one.read(StreamPositions(), wait=True)
+    async with store(url) as connected:
+        assert await connected.acquire("w", 3)
+        assert await connected.append("w", [TOLD])
+        assert await connected.write("w", KVEvents(incarnation=3, first_seq=1, events=TOLD.events, snapshot=True))
+        assert await connected.renew(["w"]) == []
+        await connected.expect("w", CHAIN, for_s=2.0)
+        assert await connected.worker_ids() == ["w"]
+        assert await connected.holders(["w", "v"]) == {"w": "g", "v": None}
+        snapshot = await connected.snapshot("w")
+        assert snapshot is not None
+        assert snapshot[0].events == TOLD.events
+        entries = await connected.read(StreamPositions(), wait=True)
         assert [type(entry) for entry in entries] == [EventEntry, EventEntry, PromptEntry]
-        assert (await one.ends()).events != "0-0"
-        await one.release("w")
-        await one.tidy("w")
-        assert await one.worker_ids() == []
+        assert (await connected.ends()).events != "0-0"
+        await connected.release("w")
+        await connected.tidy("w")
+        assert await connected.worker_ids() == []
 
 
 async def test_one_server_with_a_password_under_tls(tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ async def test_one_server_with_a_password_under_tls(tmp_path: Path) -> None:
         where = f"127.0.0.1:{server.port}/1"
         await everything_works(f"rediss://:s%40crt@{where}?ssl_ca_certs={ca}")
         for refused in (f"rediss://:wrong@{where}?ssl_ca_certs={ca}", f"rediss://:s%40crt@{where}"):
-            async with store(refused) as one:
+            async with store(refused) as connected:
                 with pytest.raises(RedisError):
-                    await one.worker_ids()
+                    await connected.worker_ids()
     finally:
         server.stop()
 

@@ -30,8 +30,8 @@ async def gateways(redis: RedisServer, count: int = 2) -> AsyncIterator[list[Red
     try:
         yield made
     finally:
-        for one in made:
-            await one.close()
+        for gateway in made:
+            await gateway.close()
 
 
 def now() -> float:
@@ -67,11 +67,11 @@ async def told(check: Callable[[], bool]) -> None:
 
 async def test_a_rate_is_one_for_all_gateways(redis: RedisServer) -> None:
     tenant = Tenant(name="acme", requests_per_min=4)
-    async with gateways(redis) as (one, other):
+    async with gateways(redis) as (first, other):
         for number in range(2):
-            await one.enter(tenant, f"a{number}", 1, now())
+            await first.enter(tenant, f"a{number}", 1, now())
             await other.enter(tenant, f"b{number}", 1, now())
-        for limits in (one, other):
+        for limits in (first, other):
             with pytest.raises(RateLimited, match="4 requests a minute") as refused:
                 await limits.enter(tenant, "c", 1, now())
             assert refused.value.retry_after_s is not None
@@ -80,11 +80,11 @@ async def test_a_rate_is_one_for_all_gateways(redis: RedisServer) -> None:
 
 async def test_what_one_gateway_spent_the_other_refuses(redis: RedisServer) -> None:
     tenant = Tenant(name="acme", tokens_per_min=600)
-    async with gateways(redis) as (one, other):
-        await one.enter(tenant, "a", 100, now())
-        one.spend(tenant, 20_000, now())
-        one.leave(tenant, "a")
-        await told(lambda: not one._left)
+    async with gateways(redis) as (first, other):
+        await first.enter(tenant, "a", 100, now())
+        first.spend(tenant, 20_000, now())
+        first.leave(tenant, "a")
+        await told(lambda: not first._left)
         with pytest.raises(RateLimited, match="600 tokens a minute") as refused:
             await other.enter(tenant, "b", 100, now())
         assert refused.value.retry_after_s is not None
@@ -93,13 +93,13 @@ async def test_what_one_gateway_spent_the_other_refuses(redis: RedisServer) -> N
 
 async def test_as_many_at_once_as_may_on_all_gateways(redis: RedisServer) -> None:
     tenant = Tenant(name="acme", max_concurrent=2)
-    async with gateways(redis) as (one, other):
-        await one.enter(tenant, "a", 1, now())
+    async with gateways(redis) as (first, other):
+        await first.enter(tenant, "a", 1, now())
         await other.enter(tenant, "b", 1, now())
         with pytest.raises(RateLimited, match="2 requests running"):
-            await one.enter(tenant, "c", 1, now())
+            await first.enter(tenant, "c", 1, now())
         other.leave(tenant, "b")
-        await until_entered(one, tenant, "c")
+        await until_entered(first, tenant, "c")
 
 
 async def test_what_a_dead_gateway_left_running_is_forgotten(
@@ -107,16 +107,16 @@ async def test_what_a_dead_gateway_left_running_is_forgotten(
 ) -> None:
     monkeypatch.setattr(redis_limits, "LEASE_S", 0.5)
     tenant = Tenant(name="acme", max_concurrent=1)
-    async with gateways(redis) as (one, other):
-        await one.enter(tenant, "a", 1, now())
+    async with gateways(redis) as (first, other):
+        await first.enter(tenant, "a", 1, now())
         began_s = now()
         while now() < began_s + 1.2 * redis_limits.LEASE_S:  # it lives, so its request counts beyond the lease
             await asyncio.sleep(0.01)
             with pytest.raises(RateLimited):
                 await other.enter(tenant, "b", 1, now())
-        assert one._flushing is not None
-        one._closing = True  # it says nothing more
-        await asyncio.wait([one._flushing])
+        assert first._flushing is not None
+        first._closing = True  # it says nothing more
+        await asyncio.wait([first._flushing])
         await until_entered(other, tenant, "b")
 
 
@@ -124,17 +124,17 @@ async def test_without_redis_every_gateway_keeps_the_limits_by_itself_and_then_t
     redis: RedisServer,
 ) -> None:
     tenant = Tenant(name="acme", max_concurrent=1)
-    async with gateways(redis) as (one, other):
-        await one.enter(tenant, "a", 1, now())
+    async with gateways(redis) as (first, other):
+        await first.enter(tenant, "a", 1, now())
         redis.stop()
         with pytest.raises(RateLimited):
-            await one.enter(tenant, "b", 1, now())
+            await first.enter(tenant, "b", 1, now())
         await other.enter(tenant, "c", 1, now())
-        assert one.num_lost + other.num_lost >= 2
+        assert first.num_lost + other.num_lost >= 2
         redis.start()
         other.leave(tenant, "c")
-        one.leave(tenant, "a")
-        await until_entered(one, tenant, "d")
+        first.leave(tenant, "a")
+        await until_entered(first, tenant, "d")
         await until_refused(other, tenant, "e")
 
 

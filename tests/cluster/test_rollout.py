@@ -84,8 +84,8 @@ async def all_run(*urls: str) -> None:
         num_running = 0.0
         while num_running < NUM_STREAMS:
             pages = [(await client.get(f"{url}/metrics")).text for url in urls]
-            found = [re.search(r"^baton_requests_in_flight{.*completions.*} (\S+)$", page, re.M) for page in pages]
-            num_running = sum(float(one[1]) for one in found if one)
+            matches = [re.search(r"^baton_requests_in_flight{.*completions.*} (\S+)$", page, re.M) for page in pages]
+            num_running = sum(float(match[1]) for match in matches if match)
 
 
 async def test_a_rollout_of_a_gateway_drops_no_stream(deploy: Callable[..., Deployed]) -> None:

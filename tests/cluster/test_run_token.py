@@ -94,9 +94,9 @@ async def test_members_call_with_the_token_and_others_are_told_what_is_missing(w
 async def test_a_token_that_was_announced_with_a_worker_counts_for_it_alone(worker: Worker) -> None:
     channels = Channels(PeerTls(token="of another supervisor".replace(" ", "-")))
     channels.learn(worker.info.address, OURS.token)
-    known = WorkerClient(worker.info.address, connect_timeout_s=5.0, control_timeout_s=5.0, open_channel=channels)
-    assert (await known.describe()).worker_id == "w"
-    await known.close()
+    member = WorkerClient(worker.info.address, connect_timeout_s=5.0, control_timeout_s=5.0, open_channel=channels)
+    assert (await member.describe()).worker_id == "w"
+    await member.close()
     channels.learn(worker.info.address, "")
     forgotten = WorkerClient(worker.info.address, connect_timeout_s=5.0, control_timeout_s=5.0, open_channel=channels)
     with pytest.raises(WorkerLost, match="refuses this process"):

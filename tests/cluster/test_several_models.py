@@ -40,8 +40,8 @@ def test_two_models_are_served_at_one_address() -> None:
             assert sum(answered in page for page in pages) == 1
             assert all(f'baton_pool_prompt_tokens_total{{model="{name}",pool="colocated"}}' in page for page in pages)
         seen = examine(url)
-        assert [len(one.workers) for one in seen] == [1, 1]
-        assert list(findings(*(replace(one, host=None) for one in seen))) == []
+        assert [len(view.workers) for view in seen] == [1, 1]
+        assert list(findings(*(replace(view, host=None) for view in seen))) == []
         assert cluster.stop() == 0
         assert cluster.processes() == {}
     finally:

@@ -22,48 +22,48 @@ def told(first_seq: int, *, incarnation: int = 3, snapshot: bool = False) -> KVE
 
 async def conversation(store_of: Callable[[str], Store]) -> Sequence[Any]:
     """All that two gateways can ask of a store, and what they are answered, but for the numbers of entries."""
-    one, other, said = store_of("one"), store_of("other"), list[Any]()
+    first, other, said = store_of("one"), store_of("other"), list[Any]()
 
     async def ask(question: Awaitable[Any]) -> None:
         said.append(await question)
 
-    await ask(one.acquire("w", 3))
+    await ask(first.acquire("w", 3))
     await ask(other.acquire("w", 3))
-    await ask(one.acquire("v", 1))
-    await ask(one.append("w", [told(0), told(1)]))
+    await ask(first.acquire("v", 1))
+    await ask(first.append("w", [told(0), told(1)]))
     await ask(other.append("w", [told(2)]))
     await ask(other.snapshot("w"))
-    await ask(one.write("w", told(2, snapshot=True)))
+    await ask(first.write("w", told(2, snapshot=True)))
     await ask(other.write("w", told(2, snapshot=True)))
-    await ask(one.renew(["w", "v"]))
+    await ask(first.renew(["w", "v"]))
     await ask(other.renew(["w", "v", "u"]))
-    await ask(one.expect("w", CHAIN, for_s=2.0))
-    await ask(one.worker_ids())
-    await ask(one.holders(["w", "u", "v"]))
+    await ask(first.expect("w", CHAIN, for_s=2.0))
+    await ask(first.worker_ids())
+    await ask(first.holders(["w", "u", "v"]))
     await ask(other.holders([]))
-    found = await other.snapshot("w")
-    said.append(found and found[0])
+    snapshot = await other.snapshot("w")
+    said.append(snapshot and snapshot[0])
     places = StreamPositions()
     entries = await other.read(places, wait=True)
     said += [(entry, entry.message() if isinstance(entry, EventEntry) else None) for entry in entries]
     assert [type(entry) for entry in entries] == [EventEntry, EventEntry, PromptEntry]
-    ends = await one.ends()
+    ends = await first.ends()
     assert (places.events, places.expected) == (ends.events, ends.expected)
     await ask(other.read(places, wait=False))
-    await ask(one.append("w", [told(3)]))
+    await ask(first.append("w", [told(3)]))
     await ask(other.read(places, wait=True))
     await ask(other.release("w"))
-    await ask(one.release("w"))
+    await ask(first.release("w"))
     await ask(other.acquire("w", 2))
     await ask(other.acquire("w", 4))
     await ask(other.write("w", told(0, incarnation=4, snapshot=True)))
     await ask(other.tidy("w"))
-    await ask(one.worker_ids())
+    await ask(first.worker_ids())
     await ask(other.release("w"))
     await ask(other.tidy("w"))
-    await ask(one.worker_ids())
-    await ask(one.snapshot("w"))
-    for store in (one, other):
+    await ask(first.worker_ids())
+    await ask(first.snapshot("w"))
+    for store in (first, other):
         await store.close()
     return said
 

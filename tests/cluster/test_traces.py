@@ -138,13 +138,13 @@ async def test_a_request_is_one_tree_below_its_callers_span(collector: Collector
     root = spans[0]
     assert (root["parentSpanId"], root["name"]) == (CALLER, "text_completion demo")
     assert [span["name"] for span in spans[1:]] == ["receive", "queue", "route", "prefill", "decode"]
-    for one in spans[1:]:
-        assert one["parentSpanId"] == root["spanId"]
-        assert int(root["startTimeUnixNano"]) <= int(one["startTimeUnixNano"]) <= int(one["endTimeUnixNano"])
-        assert int(one["endTimeUnixNano"]) <= int(root["endTimeUnixNano"])
-    known = facts(root)
-    assert known["gen_ai.response.id"] == answer.json()["id"]
-    assert (known["gen_ai.usage.input_tokens"], known["gen_ai.usage.output_tokens"]) == ("3", "4")
+    for child in spans[1:]:
+        assert child["parentSpanId"] == root["spanId"]
+        assert int(root["startTimeUnixNano"]) <= int(child["startTimeUnixNano"]) <= int(child["endTimeUnixNano"])
+        assert int(child["endTimeUnixNano"]) <= int(root["endTimeUnixNano"])
+    attributes = facts(root)
+    assert attributes["gen_ai.response.id"] == answer.json()["id"]
+    assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == ("3", "4")
     assert facts(spans[4])["baton.worker"] == "w"
 
 

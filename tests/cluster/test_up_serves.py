@@ -124,8 +124,8 @@ def test_the_doctor_finds_nothing(up: Deployed) -> None:
     runs = os.environ.get("BATON_DOCTOR_RUNS", "")
     for _ in range(int(runs or 1)):
         [seen] = examine(up.url)
-        found = findings(seen if runs else replace(seen, host=None))
-        assert [entry for entry in found if runs or entry.name not in ("lane-slow", "lane-not-worth-it")] == []
+        reported = findings(seen if runs else replace(seen, host=None))
+        assert [entry for entry in reported if runs or entry.name not in ("lane-slow", "lane-not-worth-it")] == []
         [probe] = seen.probes
         assert (probe.name, probe.error) == ("prefill-0 to decode-0", "")
         digests = [seen.status["digests"][""], *(worker["info"]["digests"] for worker in seen.workers)]

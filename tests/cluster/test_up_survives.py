@@ -60,8 +60,8 @@ def test_the_other_worker_stands_in_until_the_killed_one_is_back(up: Deployed, v
             assert ("stands in for the decode pool" in events) == (victim == "decode-0")
         finally:
             over.set()
-        for place, one in enumerate(asking):
-            for seen in one.result():
+        for place, task in enumerate(asking):
+            for seen in task.result():
                 check(seen, undisturbed[place])
     up.wait_for(ready, times=meetings + 1)
     assert up.worker_pids(victim, life=lives + 1) != [pid]

@@ -91,11 +91,11 @@ async def test_a_worker_at_an_address_of_ipv6_is_found_there() -> None:
 
 
 async def test_gateways_hear_of_their_own_requests_and_of_all_blocks(worker: Worker) -> None:
-    one, other = Gateway(worker.info.address, "one"), Gateway(worker.info.address, "other")
-    assert (await one.read()).events[0].snapshot
+    first, other = Gateway(worker.info.address, "one"), Gateway(worker.info.address, "other")
+    assert (await first.read()).events[0].snapshot
     assert (await other.read()).events[0].snapshot
-    one.submit("mine", tuple(range(8)))
-    assert tokens(await one.until_finished("mine"))
+    first.submit("mine", tuple(range(8)))
+    assert tokens(await first.until_finished("mine"))
     heard = await other.read()
     assert not heard.updates
     assert any(isinstance(event, BlockStored) for batch in heard.events for event in batch.events)
@@ -104,18 +104,18 @@ async def test_gateways_hear_of_their_own_requests_and_of_all_blocks(worker: Wor
     stored = {hash_ for event in snapshot.events if isinstance(event, BlockStored) for hash_ in event.hashes}
     assert snapshot.snapshot
     assert len(stored) == (8 + 12 - 1) // BLOCK
-    for gateway in (one, other, late):
+    for gateway in (first, other, late):
         await gateway.close()
 
 
 async def test_an_idle_worker_says_that_it_is_idle(worker: Worker) -> None:
     """Also when the last blocks went after the last step, as a prefill worker's do."""
-    one, other = Gateway(worker.info.address, "one"), Gateway(worker.info.address, "other")
+    first, other = Gateway(worker.info.address, "one"), Gateway(worker.info.address, "other")
     await other.read()
-    one.submit("r", tuple(range(8)), ENDLESS)
-    while not (await one.read()).updates:
+    first.submit("r", tuple(range(8)), ENDLESS)
+    while not (await first.read()).updates:
         pass
-    await one.close()
+    await first.close()
     load = (await other.read()).load
     while load is None or load.num_running or load.num_free_blocks < load.num_blocks:
         load = (await other.read()).load

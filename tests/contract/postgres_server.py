@@ -54,6 +54,6 @@ class PostgresServer:
 
 def _program(name: str) -> str:
     """Debian keeps the server's programs out of PATH."""
-    found = shutil.which(name) or max(map(str, Path("/usr/lib/postgresql").glob(f"*/bin/{name}")), default=None)
-    assert found is not None, f"{name} is missing: .ci/packages installs Debian's package postgresql"
-    return found
+    path = shutil.which(name) or max(map(str, Path("/usr/lib/postgresql").glob(f"*/bin/{name}")), default=None)
+    assert path is not None, f"{name} is missing: .ci/packages installs Debian's package postgresql"
+    return path

@@ -52,14 +52,14 @@ class Site:
 
     def events(self, end: Sender[Any] | Receiver[Any], wanted: int) -> list[Any]:
         """The next `wanted` events of an end."""
-        found: list[Any] = []
+        collected: list[Any] = []
 
         def enough() -> bool:
-            found.extend(end.poll())
-            return len(found) >= wanted
+            collected.extend(end.poll())
+            return len(collected) >= wanted
 
         self.until(enough)
-        return found
+        return collected
 
     def until(self, happened: Callable[[], bool]) -> None:
         with self._bell:

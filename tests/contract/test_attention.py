@@ -93,7 +93,7 @@ class Filled:
         lens = [new + cached for new, cached in case.rows]
         counts = [-(-length // case.block_size) for length in lens]
         order = torch.randperm(sum(counts) + 3, generator=generator).tolist()
-        # What no row owns, or what lies after a row's end, must not be seen, whatever it holds.
+        # Memory that no row owns, or after a row's end, must not be read, whatever it holds.
         factors_K = torch.rand(case.num_kv_heads, generator=generator) + 0.5
         self.fp8_scales = factors_K / 8, factors_K / 16
         self.storage = KVStorage(

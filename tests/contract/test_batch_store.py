@@ -89,18 +89,18 @@ def test_a_batch_has_one_owner_and_a_line_one_result(hosts: Hosts) -> None:
 def test_of_many_that_claim_at_once_one_owns_the_batch(hosts: Hosts) -> None:
     stores = [hosts.one() for _ in range(6)]
     stores[0].batches.add(BATCH)
-    found, begin = list[StoredBatch | None](), threading.Barrier(len(stores))
+    claims, begin = list[StoredBatch | None](), threading.Barrier(len(stores))
 
     def claim(storage: BatchStorage) -> None:
         begin.wait()
-        found.append(storage.batches.claim("demo", 1000.0))
+        claims.append(storage.batches.claim("demo", 1000.0))
 
     threads = [threading.Thread(target=claim, args=(store,)) for store in stores]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len([one for one in found if one is not None]) == 1
+    assert len([batch for batch in claims if batch is not None]) == 1
 
 
 def test_an_error_takes_a_transaction_back(hosts: Hosts) -> None:
@@ -127,10 +127,10 @@ def test_pages_have_a_cursor(hosts: Hosts) -> None:
         storage.files.add(replace(FILE, id=f"file-{number}", created_s=10.0 + number // 2))
     storage.files.add(replace(FILE, id="file-other", tenant="other"))
     asked = PageAsked(limit=2, filters={"is_hidden": 0})
-    found, has_more = storage.files.page("acme", asked)
-    assert ([entry.id for entry in found], has_more) == (["file-4", "file-3"], True)
-    found, has_more = storage.files.page("acme", replace(asked, after="file-2", limit=9))
-    assert ([entry.id for entry in found], has_more) == (["file-1", "file-0"], False)
+    page, has_more = storage.files.page("acme", asked)
+    assert ([entry.id for entry in page], has_more) == (["file-4", "file-3"], True)
+    page, has_more = storage.files.page("acme", replace(asked, after="file-2", limit=9))
+    assert ([entry.id for entry in page], has_more) == (["file-1", "file-0"], False)
     with pytest.raises(InvalidRequest, match="file-other"):
         storage.files.page("acme", replace(asked, after="file-other"))
 
@@ -293,7 +293,7 @@ def test_a_sweep_leaves_alone_what_others_have_in_the_bucket(s3: str, monkeypatc
     monkeypatch.setattr("router.files.s3_contents.time.time", lambda: now + ABANDONED_S + 1)
     contents.sweep(lambda _: False)
     assert [content["Key"] for content in client.list_objects_v2(Bucket="files")["Contents"]] == keys
-    assert [one["UploadId"] for one in client.list_multipart_uploads(Bucket="files")["Uploads"]] == [upload]
+    assert [listed["UploadId"] for listed in client.list_multipart_uploads(Bucket="files")["Uploads"]] == [upload]
 
 
 def test_a_bucket_that_cannot_be_used_is_refused_by_name(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,8 +54,8 @@ def test_what_had_ended_when_its_process_was_killed_is_counted_by_another(ledger
     for store in (alive, other, other):
         store.close()
     assert rows(ledger_at) == ["just ended", "noted"]
-    [found] = summed(ledger_at, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + 1, by=("outcome",))
-    assert (found.group["outcome"], found.requests, found.output_tokens) == ("ok", 2, 18)
+    [row] = summed(ledger_at, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + 1, by=("outcome",))
+    assert (row.group["outcome"], row.requests, row.output_tokens) == ("ok", 2, 18)
     assert list(folder.iterdir()) == []
 
 

@@ -76,7 +76,7 @@ def reports(where: Where) -> tuple[Sequence[Sequence[UsageSum]], Sequence[CostRe
     """The hourly report by every selection."""
     times = [START, START + 5 * HOUR, START + DAY, START + 3 * DAY + HOUR, START + 5 * DAY, START + NUM_DAYS * DAY]
     with closing(ledger_database(where)) as database:
-        found = [
+        answers = [
             sums(database, since_s=since_s, until_s=until_s, by=by, bucket_s=bucket_s)
             for since_s, until_s in pairwise([*times, START + 7 * DAY])
             for by in ((), ("tenant",), ("kind", "tenant"), GROUPS)
@@ -86,7 +86,7 @@ def reports(where: Where) -> tuple[Sequence[Sequence[UsageSum]], Sequence[CostRe
             replace(costs(database, PRICES, since_s=since_s, until_s=until_s, by=("tenant",)), rows_from_s=0)
             for since_s, until_s in [*pairwise(times), (times[0], times[-1]), (times[1], times[-2])]
         ]
-        return found, told, spent_by_tenant(database, START + DAY)
+        return answers, told, spent_by_tenant(database, START + DAY)
 
 
 def count(where: Where, table: str) -> int:
@@ -170,8 +170,8 @@ def test_a_later_version_keeps_the_sums_of_deleted_rows(ledger: Where) -> None:
     store.write(replace(ROW, request_id="new", at_s=today()))
     store.close()
     with closing(ledger_database(ledger)) as database:
-        [found] = sums(database, since_s=START + NUM_DAYS * DAY, until_s=START + NUM_DAYS * DAY + HOUR)
-    assert found.requests == 1
+        [row] = sums(database, since_s=START + NUM_DAYS * DAY, until_s=START + NUM_DAYS * DAY + HOUR)
+    assert row.requests == 1
 
 
 def test_a_later_version_may_come_while_rows_are_deleted(ledger: Where, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +200,6 @@ def test_an_earlier_version_adds_up_the_groups_that_it_has_not(ledger: Where) ->
         "DROP TABLE more",
     )
     with closing(ledger_database(ledger)) as database:
-        [found] = sums(database, since_s=START, until_s=START + 5 * HOUR)
+        [row] = sums(database, since_s=START, until_s=START + 5 * HOUR)
     [once] = before[0][0]
-    assert (found.requests, found.output_tokens) == (2 * once.requests, 2 * once.output_tokens)
+    assert (row.requests, row.output_tokens) == (2 * once.requests, 2 * once.output_tokens)

@@ -282,8 +282,8 @@ def test_a_postgres_of_an_earlier_version_is_brought_up_to_date(postgres_url: st
     store = store_at(postgres_url)
     store.write(replace(ROW, request_id="new", drafted_tokens=4, price="2026-01-01 *"))
     store.close()
-    [found] = summed(postgres_url, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + DAY)
-    assert (found.requests, found.output_tokens, found.drafted_tokens) == (2, 40, 4)
+    [row] = summed(postgres_url, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + DAY)
+    assert (row.requests, row.output_tokens, row.drafted_tokens) == (2, 40, 4)
 
 
 def answer_and_be_killed(where: Where, written: Synchronized[int]) -> None:
@@ -465,5 +465,5 @@ def test_a_process_that_was_frozen_and_then_killed_is_counted_as_far_as_it_came(
         other = store_at(ledger_at, later)
         assert other.recover() == has_more
         other.close()
-    [found] = summed(ledger_at, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + DAY, by=("outcome",))
-    assert (found.group["outcome"], found.requests, found.output_tokens) == ("gateway_lost", 1, 30)
+    [row] = summed(ledger_at, since_s=int(ROW.at_s), until_s=int(ROW.at_s) + DAY, by=("outcome",))
+    assert (row.group["outcome"], row.requests, row.output_tokens) == ("gateway_lost", 1, 30)

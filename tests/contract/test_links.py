@@ -47,9 +47,9 @@ class Lane:
 
     def open(self, *preferences: Preference) -> list[Links]:
         """Every rank in a thread of its own; a single preference is everybody's."""
-        given = preferences if len(preferences) > 1 else preferences * self.size
+        by_rank = preferences if len(preferences) > 1 else preferences * self.size
         with ThreadPoolExecutor(self.size) as pool:
-            opening = [pool.submit(open_links, self._meeting(rank, given[rank])) for rank in range(self.size)]
+            opening = [pool.submit(open_links, self._meeting(rank, by_rank[rank])) for rank in range(self.size)]
         self.links += [future.result() for future in opening if future.exception() is None]
         for future in opening:
             future.result()
@@ -92,8 +92,8 @@ def lane() -> Iterator[Opens]:
         return lanes[-1]
 
     yield make
-    for one in lanes:
-        one.close()
+    for opened in lanes:
+        opened.close()
 
 
 def random_bytes(count: int, seed: int = 0) -> torch.Tensor:
@@ -339,8 +339,8 @@ def test_a_slot_that_cannot_be_ends_the_link(lane: Opens) -> None:
 
 def test_a_ring_has_no_name_and_leaves_nothing() -> None:
     def descriptors() -> list[str]:
-        found = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-        return sorted(str(path) for path in found if "baton" in str(path))
+        targets = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sorted(str(path) for path in targets if "baton" in str(path))
 
     gc.collect()  # rings of other tests
     before, names = descriptors(), set(Path("/dev/shm").iterdir())

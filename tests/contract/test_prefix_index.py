@@ -175,9 +175,9 @@ def test_a_block_counts_in_the_tier_it_is_in_until_it_has_left_both(backend: Cal
     index.apply("p1", (BlockStored(hashes=BLOCKS[2:], parent=BLOCKS[1], tier=Tier.HOST),))
     assert index.match(BLOCKS, now=0.0).on_device == {}
     index.apply("p1", (BlockRemoved(hashes=BLOCKS[3:]),))
-    found = index.match(BLOCKS, now=0.0)
-    assert found == Match({"p0": 6, "p1": 6}, {"p1": 3})
-    assert (found.num_on_device("p0"), found.num_on_device("p1"), found.num_on_device("d0")) == (6, 3, 0)
+    hits = index.match(BLOCKS, now=0.0)
+    assert hits == Match({"p0": 6, "p1": 6}, {"p1": 3})
+    assert (hits.num_on_device("p0"), hits.num_on_device("p1"), hits.num_on_device("d0")) == (6, 3, 0)
     index.apply("p1", (BlockRemoved(hashes=BLOCKS[5:], tier=Tier.HOST),))
     assert index.match(BLOCKS, now=0.0) == Match({"p0": 6, "p1": 5}, {"p1": 3})
     assert (index.num_blocks("p1"), index.num_on_host("p1")) == (5, 3)

@@ -97,10 +97,10 @@ def test_a_draft_is_short_enough_named_and_of_the_vocabulary(proposer: Proposer)
     sequence = Sequence(prompt_ids=tokens[:80], prediction_ids=tokens)
     proposer.begin(sequence)
     for position, token_id in enumerate(tokens[80:]):
-        found = draft(proposer, "r", position % 7)
-        assert len(found.token_ids) <= position % 7
-        assert all(0 <= token_id < VOCAB for token_id in found.token_ids)
-        assert found.source == proposer.name or not found.token_ids
+        proposed = draft(proposer, "r", position % 7)
+        assert len(proposed.token_ids) <= position % 7
+        assert all(0 <= token_id < VOCAB for token_id in proposed.token_ids)
+        assert proposed.source == proposer.name or not proposed.token_ids
         sequence.output_ids.append(token_id)
 
 
@@ -157,10 +157,10 @@ def test_an_ended_sequence_leaves_nothing_and_its_id_can_be_used_again(proposer:
     assert len(proposer) == 0
     again = Sequence(prompt_ids=(1, 2))
     proposer.begin(again)
-    found = draft(proposer, "r")
+    proposed = draft(proposer, "r")
     proposer.end("r")
     proposer.begin(replace(again, request_id="new"))
-    assert draft(proposer, "new") == found
+    assert draft(proposer, "new") == proposed
     proposer.end("new")
 
 

@@ -45,8 +45,8 @@ def client(server: RendezvousServer) -> Iterator[Client]:
 
 
 def test_what_one_says_the_other_reads(client: Client) -> None:
-    one, other, stranger = client(), client(), client("another lane/")
-    one.set("key", b"\x00value\xff" * 10_000)
+    first, other, stranger = client(), client(), client("another lane/")
+    first.set("key", b"\x00value\xff" * 10_000)
     assert other.get("key") == b"\x00value\xff" * 10_000
     assert other.check(["key"])
     assert not other.check(["key", "missing"])
@@ -54,11 +54,11 @@ def test_what_one_says_the_other_reads(client: Client) -> None:
 
 
 def test_waiting_ends_when_it_is_said(client: Client) -> None:
-    one, other = client(), client()
+    first, other = client(), client()
     heard: list[bytes] = []
     waiter = threading.Thread(target=lambda: heard.append(other.get("late")))
     waiter.start()
-    one.set("late", "now")
+    first.set("late", "now")
     waiter.join()
     assert heard == [b"now"]
 
@@ -69,25 +69,25 @@ def test_waiting_for_nobody_ends_too(client: Client) -> None:
 
 
 def test_numbers_add_up_and_only_rise(client: Client) -> None:
-    one, other = client(), client()
-    assert one.add("count", 0) == 0
-    assert one.add("count", 2) == 2
+    first, other = client(), client()
+    assert first.add("count", 0) == 0
+    assert first.add("count", 2) == 2
     assert other.add("count", 3) == 5
     other.raise_to("count", 4)
-    assert one.add("count", 0) == 5
+    assert first.add("count", 0) == 5
     other.raise_to("count", 6)
     other.raise_to("count", 6)
-    assert one.add("count", 0) == 6
+    assert first.add("count", 0) == 6
 
 
 def test_what_is_forgotten_is_gone_and_nothing_else(client: Client) -> None:
-    one, stranger = client(), client("another lane/")
-    for store in (one, stranger):
+    first, stranger = client(), client("another lane/")
+    for store in (first, stranger):
         store.set("1/here", "x")
         store.set("10/here", "x")
-    one.delete("1/")
-    assert not one.check(["1/here"])
-    assert one.check(["10/here"])
+    first.delete("1/")
+    assert not first.check(["1/here"])
+    assert first.check(["10/here"])
     assert stranger.check(["1/here"])
 
 
@@ -116,13 +116,13 @@ def test_a_wait_ends_when_a_look_finds_that_it_is_in_vain(client: Client) -> Non
 
 def test_lanes_that_nobody_asks_for_are_forgotten_in_the_end(server: RendezvousServer, client: Client) -> None:
     """A worker that is restarted again and again leaves something behind each time."""
-    kept = client("p0#0>d0#1/")
-    kept.set("epoch", "7")
+    remaining = client("p0#0>d0#1/")
+    remaining.set("epoch", "7")
     other = client("")
     for life in range(2 * MAX_LANES):
         other.set(f"p0#{life + 1}>d0#1/epoch", "1")
         if life % 100 == 0:
-            assert kept.check(["epoch"]), "it is asked for now and then"
+            assert remaining.check(["epoch"]), "it is asked for now and then"
     assert server.num_values == MAX_LANES
 
 

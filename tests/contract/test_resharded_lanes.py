@@ -60,14 +60,14 @@ class Lanes:
         )  # fmt: skip
 
     def events(self, count: int) -> list[Any]:
-        found: list[Any] = []
+        collected: list[Any] = []
 
         def enough() -> bool:
-            found.extend(self.receiver.poll())
-            return len(found) >= count
+            collected.extend(self.receiver.poll())
+            return len(collected) >= count
 
         self.until(enough)
-        return found
+        return collected
 
     def until(self, happened: Callable[[], bool]) -> None:
         with self._bell:
@@ -160,6 +160,6 @@ def test_staging_uses_memory_again_and_keeps_no_more_than_it_may() -> None:
     staging.give(torch.zeros(9))  # not ours
     staging.discard(again)
     large = [staging.take(2**20) for _ in range(3)]
-    for one in large:
-        staging.give(one)
+    for large_chunk in large:
+        staging.give(large_chunk)
     assert staging.num_free_bytes <= 2**20

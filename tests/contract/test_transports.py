@@ -244,8 +244,8 @@ def test_cancelled_chunks_are_not_sent(site: Site) -> None:
     sender, receiver = site.sender(address("p0")), site.receiver(address("d0"))
     gone, stays = ticket_for(receiver, ticket_id="gone"), ticket_for(receiver, ticket_id="stays")
     if site._exchange is not None:
-        kept: list[Callable[[], None]] = []
-        site._exchange.carry = lambda parcel, deliver: kept.append(deliver)
+        callbacks: list[Callable[[], None]] = []
+        site._exchange.carry = lambda parcel, deliver: callbacks.append(deliver)
     sender.offer(gone, chunk_of(gone, 0), kv(2, seed=1))
     sender.offer(gone, chunk_of(gone, 2), kv(2, seed=2))
     sender.offer(stays, chunk_of(stays, 0), kv(seed=3))
@@ -254,7 +254,7 @@ def test_cancelled_chunks_are_not_sent(site: Site) -> None:
     assert sender.can_offer(stays)
     receiver.expect(sender.address, LAYOUT)
     if site._exchange is not None:
-        for deliver in kept:
+        for deliver in callbacks:
             deliver()
     (arrived,) = site.events(receiver, 1)
     assert arrived.chunk == chunk_of(stays, 0)

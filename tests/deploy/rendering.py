@@ -49,9 +49,9 @@ class Rendered:
     @property
     def templates(self) -> dict[str, Manifest]:
         """Every pod template, by the name of what makes its pods. Ray's get the label that KubeRay adds."""
-        found = {name: value["spec"]["template"] for name, value in self.of("Deployment").items()}
-        found["head"] = self.ray["headGroupSpec"]["template"]
-        return found | {pool: group["template"] for pool, group in self.groups.items()}
+        by_name = {name: value["spec"]["template"] for name, value in self.of("Deployment").items()}
+        by_name["head"] = self.ray["headGroupSpec"]["template"]
+        return by_name | {pool: group["template"] for pool, group in self.groups.items()}
 
     @property
     def containers(self) -> dict[str, Manifest]:
@@ -62,7 +62,11 @@ class Rendered:
     @property
     def settings(self) -> str:
         """baton.toml, as the pods will read it."""
-        [settings] = [one["data"]["baton.toml"] for one in self.of("ConfigMap").values() if "baton.toml" in one["data"]]
+        [settings] = [
+            config_map["data"]["baton.toml"]
+            for config_map in self.of("ConfigMap").values()
+            if "baton.toml" in config_map["data"]
+        ]
         return str(settings)
 
 
@@ -73,7 +77,7 @@ def render(folder: Path) -> Rendered:
         pytest.fail("kubectl is not installed: `make test` installs it as root on Debian, elsewhere it is yours to do")
     done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return Rendered([one for one in yaml.safe_load_all(done.stdout) if one])
+    return Rendered([document for document in yaml.safe_load_all(done.stdout) if document])
 
 
 @cache
@@ -112,11 +116,11 @@ CUSTOM = {
 
 def check_schemas(shape: Rendered) -> None:
     """Strictly, a custom resource's and those of the pods in it, too. Skips where a schema is not at hand."""
-    for one in shape.manifests:
-        if one["kind"] in CUSTOM:
-            crd_validator(*CUSTOM[one["kind"]]).validate(one)
+    for manifest in shape.manifests:
+        if manifest["kind"] in CUSTOM:
+            crd_validator(*CUSTOM[manifest["kind"]]).validate(manifest)
         else:
-            kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+            kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
     for name in ("head", *POOLS):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": shape.templates[name]["spec"]}
         kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
@@ -138,7 +142,7 @@ def crd_validator(file: str, version: str) -> Any:
 
 def _strict(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_strict(one) for one in schema]
+        return [_strict(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     if schema.get("x-kubernetes-int-or-string"):

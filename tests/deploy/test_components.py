@@ -84,7 +84,7 @@ def test_a_component_renders_and_follows_the_schemas(combined: Combine, name: st
 def test_the_examples_of_the_documents_render(combined: Combine) -> None:
     """Where the model is named as the page says, it is that one which is fetched."""
     for example in documented("resources"):
-        names = [Path(one).name for one in example.get("components", ())]
+        names = [Path(folder).name for folder in example.get("components", ())]
         more = {key: value for key, value in example.items() if key not in ("resources", "components")}
         check_schemas(combined("gpu" if "gpu" in str(example["resources"]) else "base", names, **more))
     [patched] = documented("patches")
@@ -127,7 +127,7 @@ def test_only_rdma_needs_a_namespace_with_fewer_restrictions(combined: Combine) 
 def test_outside_clients_reach_the_apis_and_no_more(whole: Rendered) -> None:
     [route] = whole.of("HTTPRoute")["gateway"]["spec"]["rules"]
     [host] = whole.of("Ingress")["gateway"]["spec"]["rules"]
-    paths = {one["path"]["value"] for one in route["matches"]}
+    paths = {rule["path"]["value"] for rule in route["matches"]}
     assert paths == {path["path"] for path in host["http"]["paths"]} == {"/v1", "/api"}
     ports = {port["name"]: port["port"] for port in whole.of("Service")["gateway"]["spec"]["ports"]}
     assert [ref["port"] for ref in route["backendRefs"]] == [ports["http"]]

@@ -21,8 +21,8 @@ def read_stages() -> dict[str, list[str]]:
     stages: dict[str, list[str]] = {"": []}
     name = ""
     for line in filter(None, (line.strip() for line in text.splitlines())):
-        if found := re.fullmatch(r"FROM (\S+)(?: AS (\S+))?", line):
-            name = found[2] or "final"
+        if match := re.fullmatch(r"FROM (\S+)(?: AS (\S+))?", line):
+            name = match[2] or "final"
             stages[name] = []
         stages[name].append(line)
     return stages

@@ -97,12 +97,12 @@ class Stage:
                     raise AssertionError(f"an instruction that this test does not know: {line}")
 
     def command(self, *command: str, more: dict[str, str] | None = None) -> list[str]:
-        given = [f"{name}={value}" for name, value in (self.environment | (more or {})).items()]
+        variables = [f"{name}={value}" for name, value in (self.environment | (more or {})).items()]
         inside = ["sh", "-c", _INSIDE, "sh", str(self.upper), str(self._work), str(self._merged), self._folder]
         user = ["--userspec", f"{self.user}:{self.user}"]
         return [
             *("unshare", "--mount", "--pid", "--fork", "--kill-child"), *inside, *user, str(self._merged),
-            "env", "-i", *given, "sh", "-c", f'cd {self._folder} && exec "$@"', "sh", *command,
+            "env", "-i", *variables, "sh", "-c", f'cd {self._folder} && exec "$@"', "sh", *command,
         ]  # fmt: skip
 
     def run(self, shell: str, more: dict[str, str] | None = None) -> str:

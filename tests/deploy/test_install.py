@@ -115,7 +115,7 @@ def test_a_machine_with_a_driver_gets_cuda(machine: Machine) -> None:
     _, calls = machine.run()
     assert str(ROOT / "constraints-cuda.txt") in calls[0]
     assert [call for call in calls[0] if call.startswith("triton")]
-    assert not [call for call in calls if any("+cpu" in one for one in call)]
+    assert not [call for call in calls if any("+cpu" in argument for argument in call)]
 
 
 @pytest.mark.parametrize(("build", "constraints"), [("cpu", "constraints.txt"), ("cuda", "constraints-cuda.txt")])

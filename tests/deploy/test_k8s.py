@@ -43,10 +43,10 @@ def test_objects_follow_their_schemas_and_have_no_field_that_would_be_dropped(sh
 
 
 def test_everything_is_in_one_namespace_and_labelled(shape: Rendered) -> None:
-    for one in shape.manifests:
-        if one["kind"] not in ("Namespace", "ConfigMap"):
-            assert one["metadata"]["namespace"] == "baton", one["metadata"]["name"]
-            assert one["metadata"]["labels"]["app.kubernetes.io/part-of"] == "baton", one["metadata"]["name"]
+    for manifest in shape.manifests:
+        if manifest["kind"] not in ("Namespace", "ConfigMap"):
+            assert manifest["metadata"]["namespace"] == "baton", manifest["metadata"]["name"]
+            assert manifest["metadata"]["labels"]["app.kubernetes.io/part-of"] == "baton", manifest["metadata"]["name"]
 
 
 def test_the_ray_cluster_is_built_as_kuberay_reads_it(shape: Rendered) -> None:
@@ -212,7 +212,7 @@ def test_budgets_cover_their_pods_and_leave_room_for_one_disruption(shape: Rende
     assert set(budgets) == {"gateway", *POOLS}
     for name, budget in budgets.items():
         assert selected(shape, budget["spec"]["selector"]) == {name}
-        # Of pods whose owner has no scale, which KubeRay's have not, Kubernetes counts minAvailable only.
+        # For pods whose owner has no scale, as KubeRay's, Kubernetes counts minAvailable only.
         assert "maxUnavailable" not in budget["spec"]
         assert 1 <= budget["spec"]["minAvailable"] == replicas[name] - 1
 
@@ -241,19 +241,23 @@ def test_every_worker_of_the_settings_finds_its_pod(shape: Rendered) -> None:
         device=config.worker.device,
         pool_resources=config.ray.pool_resources,
     )
-    for one in plans:
+    for planned in plans:
         needed: dict[str, float] = {}
-        for bundle in one.bundles():
+        for bundle in planned.bundles():
             for name, amount in bundle.items():
                 needed[name] = needed.get(name, 0.0) + amount
         home = next(
-            (has for pool, has in offered if pool == one.role and all(has.get(k, 0) >= v for k, v in needed.items())),
+            (
+                has
+                for pool, has in offered
+                if pool == planned.role and all(has.get(k, 0) >= v for k, v in needed.items())
+            ),
             None,
         )
-        assert home is not None, f"no pod has {needed} for {one.worker_id}"
+        assert home is not None, f"no pod has {needed} for {planned.worker_id}"
         for name, amount in needed.items():
             home[name] -= amount
-    assert {one.role for one in plans} == {WorkerRole.PREFILL, WorkerRole.DECODE}
+    assert {planned.role for planned in plans} == {WorkerRole.PREFILL, WorkerRole.DECODE}
     assert len(plans) == len(offered) - 1, "every pod of Ray but the head has a worker: none stands idle"
 
 

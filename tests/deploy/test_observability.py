@@ -136,8 +136,8 @@ async def test_rules_and_dashboards_name_series_that_gateways_have(tmp_path: Pat
     series = await exposed()
     for query in [rule["expr"] for rule in rules] + queries:
         for name in re.findall(r"\bbaton_\w+", query):
-            known = {name, re.sub(r"_(bucket|count|sum)$", "", name)}
-            assert known & series, f"no gateway has {name}: {query}"
+            names = {name, re.sub(r"_(bucket|count|sum)$", "", name)}
+            assert names & series, f"no gateway has {name}: {query}"
         assert set(re.findall(r"\bbaton:[\w:]+", query)) <= recorded, query
     parsed = [
         {"record": f"panel:{place}", "expr": query.replace("$__rate_interval", "5m").replace("$model", ".*")}
@@ -148,8 +148,8 @@ async def test_rules_and_dashboards_name_series_that_gateways_have(tmp_path: Pat
 
 
 def test_dashboards_can_be_imported_anywhere() -> None:
-    for one in dashboards():
-        made = grafana(one)
+    for dashboard in dashboards():
+        made = grafana(dashboard)
         assert made["id"] is None
         assert "uid" not in made, "a second cluster's dashboards would replace these"
         text = json.dumps(made)
@@ -189,7 +189,7 @@ def test_files_are_those_that_the_tables_make() -> None:
     for path, text in written(OBJECTIVES).items():
         assert (ROOT / path).read_text() == text, f"{path} is old: run python -m deploy.observability"
     listed = yaml.safe_load((ROOT / COMPONENT / "kustomization.yaml").read_text())["configMapGenerator"][0]["files"]
-    assert set(listed) == {f"dashboards/baton-{one.key}.json" for one in dashboards()}
+    assert set(listed) == {f"dashboards/baton-{dashboard.key}.json" for dashboard in dashboards()}
 
 
 def test_an_objective_between_two_buckets_is_refused() -> None:

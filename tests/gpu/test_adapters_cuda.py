@@ -25,6 +25,6 @@ def test_greedy_tokens_are_those_of_merged_weights(tmp_path: Path) -> None:
     config = WorkerConfig(model=str(tmp_path / "model"), device="cuda", dtype="float32", num_blocks=128)
     with colocated(config) as engine:
         ids = {"a": load(engine, "a", adapter), "": ""}
-        found = answers_of(engine, list(ids.values()))
+        outputs = answers_of(engine, list(ids.values()))
         for name, adapter_id in ids.items():
-            assert [output.token_ids for output in found[adapter_id]] == expected[name]
+            assert [output.token_ids for output in outputs[adapter_id]] == expected[name]

@@ -43,8 +43,8 @@ def _float32_products() -> None:
 
 
 def config(model: Path, **settings: Any) -> WorkerConfig:
-    given: dict[str, Any] = {"dtype": "float32", "num_blocks": 96, "max_num_seqs": 24, "prefill_chunk": 32}
-    return WorkerConfig(model=str(model), device=DEVICE, **(given | settings))
+    fields: dict[str, Any] = {"dtype": "float32", "num_blocks": 96, "max_num_seqs": 24, "prefill_chunk": 32}
+    return WorkerConfig(model=str(model), device=DEVICE, **(fields | settings))
 
 
 def tokens(answers: Sequence[Answer]) -> list[list[int]]:
@@ -90,8 +90,8 @@ def test_drafts_that_are_half_right_change_no_token(tmp_path: Path, family: str,
     with colocated(config(tmp_path, speculate="off", **settings)) as engine:
         plain = answer(engine, PROMPTS, GREEDY)
     with colocated(config(tmp_path, **settings)) as engine:
-        known = {str(number): output.token_ids for number, output in enumerate(plain)}
-        drafter = KnownAnswers(known, right=0.5, vocab_size=engine.scheduler.config.vocab_size)
+        continuations = {str(number): output.token_ids for number, output in enumerate(plain)}
+        drafter = KnownAnswers(continuations, right=0.5, vocab_size=engine.scheduler.config.vocab_size)
         engine.scheduler.speculation = speculation = Speculation([drafter], max_drafts=6)
         assert tokens(answer(engine, PROMPTS, GREEDY)) == tokens(plain)
     assert speculation.counts.num_accepted > 0
@@ -220,8 +220,8 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, family: str) -> No
     with torch.no_grad():
         states = [oracle.base_model(torch.tensor([prompt])).last_hidden_state[0] for prompt in PROMPTS]
     expected = [states_TE[-1] for states_TE in states] + [states_TE.mean(0) for states_TE in states]
-    for found, vector_E in zip(vectors(config(tmp_path), asked, PROMPTS * 2), expected, strict=True):
-        assert_close(found, vector_E)
+    for actual_E, vector_E in zip(vectors(config(tmp_path), asked, PROMPTS * 2), expected, strict=True):
+        assert_close(actual_E, vector_E)
 
 
 # Quantised weights

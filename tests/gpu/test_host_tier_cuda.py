@@ -34,8 +34,8 @@ def _no_waiting_left_behind() -> Iterator[None]:
 
 
 def small(folder: Path, **settings: object) -> WorkerConfig:
-    given: dict[str, object] = {"num_blocks": 24, "max_model_len": 160, "host_kv_gib": 0.05, "prefill_chunk": 32}
-    return WorkerConfig(model=str(folder), device="cuda", dtype="float32", **(given | settings))  # type: ignore[arg-type]
+    fields: dict[str, object] = {"num_blocks": 24, "max_model_len": 160, "host_kv_gib": 0.05, "prefill_chunk": 32}
+    return WorkerConfig(model=str(folder), device="cuda", dtype="float32", **(fields | settings))  # type: ignore[arg-type]
 
 
 def test_blocks_come_back_while_others_are_overwritten() -> None:

@@ -79,9 +79,9 @@ def _loop_length(code: str) -> int:
     listed = [(int(place, 16), text) for place, text in _INSTRUCTION.findall(code)]
     lengths = []
     for place, text in listed:
-        found = _BRANCH.search(text)
-        if found and int(found[1], 16) < place:
-            body = [other for where, other in listed if int(found[1], 16) <= where <= place]
+        match = _BRANCH.search(text)
+        if match and int(match[1], 16) < place:
+            body = [other for where, other in listed if int(match[1], 16) <= where <= place]
             if any("MMA" in other for other in body):
                 lengths.append(len(body))
     return min(lengths, default=0)
@@ -98,9 +98,9 @@ def _cost(kernel: Any, *, counted: bool) -> dict[str, Any]:
         code = ""
         if counted:
             code = subprocess.check_output([_CUOBJDUMP, "-sass", file.name], text=True, stderr=subprocess.DEVNULL)
-    found = _USAGE.search(usage)
-    assert found, usage
-    registers, stack, local = (int(number) for number in found.groups())
+    match = _USAGE.search(usage)
+    assert match, usage
+    registers, stack, local = (int(number) for number in match.groups())
     ptx = kernel.asm["ptx"]
     return {
         "kernel": kernel.name,

@@ -136,8 +136,8 @@ def _head_norm(dtype: torch.dtype) -> None:
 def _sampling(dtype: torch.dtype) -> None:
     """Logits are float32 whatever the model's type."""
     logits_RV = torch.zeros(1, 128_256)
-    one = {"temperatures": [1.0], "min_ps": [0.0], "top_ks": [40], "top_ps": [0.9], "seeds": [1], "indices": [2]}
-    draw(logits_RV, Draws.pack(**one, vocab_size=128_256, device="cpu"))  # type: ignore[arg-type]
+    sampled = {"temperatures": [1.0], "min_ps": [0.0], "top_ks": [40], "top_ps": [0.9], "seeds": [1], "indices": [2]}
+    draw(logits_RV, Draws.pack(**sampled, vocab_size=128_256, device="cpu"))  # type: ignore[arg-type]
 
 
 def _blocks(dtype: torch.dtype) -> None:

@@ -45,10 +45,10 @@ def test_the_sum_of_each_tokens_experts(num_tokens: int, slots: int, num_experts
     """The last expert is another rank's; one token's weights are NaN; each expert has a bias where there are few."""
     hidden, width, biased = 72, 40, num_experts < 7
     own = range(num_experts - (num_experts > 2))
-    gate_up = {one: normal(2 * width, hidden, dtype=dtype, seed=one) * hidden**-0.5 for one in own}
-    down = {one: normal(hidden, width, dtype=dtype, seed=9 + one) * width**-0.5 for one in own}
-    first = {one: normal(2 * width, dtype=dtype, seed=20 + one) for one in own} if biased else None
-    second = {one: normal(hidden, dtype=dtype, seed=30 + one) for one in own} if biased else None
+    gate_up = {expert: normal(2 * width, hidden, dtype=dtype, seed=expert) * hidden**-0.5 for expert in own}
+    down = {expert: normal(hidden, width, dtype=dtype, seed=9 + expert) * width**-0.5 for expert in own}
+    first = {expert: normal(2 * width, dtype=dtype, seed=20 + expert) for expert in own} if biased else None
+    second = {expert: normal(hidden, dtype=dtype, seed=30 + expert) for expert in own} if biased else None
     x_TE = normal(num_tokens, hidden, dtype=dtype, seed=40)
     scores = normal(num_tokens, num_experts, dtype=torch.float32, seed=41)
     weights_TS, chosen_TS = (part.to(DEVICE) for part in scores.topk(slots, dim=1))
@@ -60,13 +60,13 @@ def test_the_sum_of_each_tokens_experts(num_tokens: int, slots: int, num_experts
     exact = torch.zeros(num_tokens, hidden, dtype=torch.float64)
     for token in range(num_tokens):
         for slot in range(slots):
-            if (one := int(chosen_TS[token, slot])) not in own:
+            if (expert := int(chosen_TS[token, slot])) not in own:
                 continue
-            wide = gate_up[one].double().cpu() @ x_TE[token].double().cpu()
-            wide = wide + first[one].double().cpu() if first else wide
+            wide = gate_up[expert].double().cpu() @ x_TE[token].double().cpu()
+            wide = wide + first[expert].double().cpu() if first else wide
             inner = torch.nn.functional.silu(wide[:width]) * wide[width:]
-            made = down[one].double().cpu() @ inner
-            exact[token] += float(weights_TS[token, slot]) * (made + second[one].double().cpu() if second else made)
+            made = down[expert].double().cpu() @ inner
+            exact[token] += float(weights_TS[token, slot]) * (made + second[expert].double().cpu() if second else made)
     for token in range(num_tokens):
         if bool(weights_TS[token].isnan().any()):
             assert out_TE[token].isnan().all()
@@ -153,10 +153,10 @@ def test_the_sum_of_each_tokens_quantised_experts(down: str) -> None:
     exact = torch.zeros(6, 256, dtype=torch.float64, device=DEVICE)
     for token in range(6):
         for slot in range(slots):
-            one = int(chosen_TS[token, slot])
-            wide = first[one].dequantised().double() @ x_TE[token].double()
+            expert = int(chosen_TS[token, slot])
+            wide = first[expert].dequantised().double() @ x_TE[token].double()
             inner = torch.nn.functional.silu(wide[:width]) * wide[width:]
-            exact[token] += float(weights_TS[token, slot]) * (second[one].dequantised().double() @ inner)
+            exact[token] += float(weights_TS[token, slot]) * (second[expert].dequantised().double() @ inner)
     assert_near(layer(x_TE, chosen_TS, weights_TS).to(NARROW), exact)
 
 

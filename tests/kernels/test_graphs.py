@@ -61,7 +61,7 @@ class Trial:
         previous: tuple[int, ...] = ()
         waiting = None
         for step in steps:
-            rows = tuple(self.row(one, previous.index(one) if one in previous else None) for one in step)
+            rows = tuple(self.row(name, previous.index(name) if name in previous else None) for name in step)
             launched = self.runner.launch(Batch(rows=rows))
             if waiting is not None:
                 self.add(previous, waiting.fetch())

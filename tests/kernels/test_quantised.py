@@ -185,8 +185,8 @@ def test_inputs_are_rounded_as_their_twin_rounds_them(levels: str, inputs: int, 
     x_TI[1] = 0
     x_TI[2, ::2] *= 1e-4  # below the first normal number of fp8
     for fp8_type in (torch.float16, torch.float8_e4m3fn):
-        given = {"levels": levels, "group": group, "fp8_type": fp8_type}
-        ours, twin = round_inputs(x_TI, **given), quantised_twins.round_inputs(x_TI, **given)  # type: ignore[arg-type]
+        form = {"levels": levels, "group": group, "fp8_type": fp8_type}
+        ours, twin = round_inputs(x_TI, **form), quantised_twins.round_inputs(x_TI, **form)  # type: ignore[arg-type]
         assert torch.equal(ours.scale_TG, twin.scale_TG)
         assert torch.equal(ours.levels_TI.float(), twin.levels_TI.float())
 
@@ -194,8 +194,8 @@ def test_inputs_are_rounded_as_their_twin_rounds_them(levels: str, inputs: int, 
 @pytest.mark.parametrize("levels", ["int8", "fp8"])
 def test_a_given_scale_rounds_too(levels: str) -> None:
     x_TI = normal(4, 96, dtype=torch.float32) * 3
-    given = {"levels": levels, "scale": torch.tensor([0.02], device=DEVICE), "zero": -7 if levels == "int8" else 0}
-    ours, twin = round_inputs(x_TI, **given), quantised_twins.round_inputs(x_TI, **given)  # type: ignore[arg-type]
+    form = {"levels": levels, "scale": torch.tensor([0.02], device=DEVICE), "zero": -7 if levels == "int8" else 0}
+    ours, twin = round_inputs(x_TI, **form), quantised_twins.round_inputs(x_TI, **form)  # type: ignore[arg-type]
     assert torch.equal(ours.levels_TI.float(), twin.levels_TI.float())
 
 
@@ -254,15 +254,17 @@ def test_a_broken_input_breaks_its_whole_row(name: str, number: float) -> None:
     assert codes is not None
     x_TI = normal(3, 256, dtype=torch.float32)
     x_TI[1, 200] = number
-    given = None if rounding.scale is None else torch.tensor([rounding.scale], device=DEVICE)
-    form = {"levels": rounding.levels, "group": rounding.group, "scale": given, "zero": rounding.zero}
-    ours, twin = (one(x_TI, fp8_type=torch.float16, **form) for one in (round_inputs, quantised_twins.round_inputs))  # type: ignore[arg-type]
-    for one in (ours, twin):
-        assert not one.levels_TI.isnan().any()
+    fixed = None if rounding.scale is None else torch.tensor([rounding.scale], device=DEVICE)
+    form = {"levels": rounding.levels, "group": rounding.group, "scale": fixed, "zero": rounding.zero}
+    ours, twin = (
+        function(x_TI, fp8_type=torch.float16, **form) for function in (round_inputs, quantised_twins.round_inputs)
+    )  # type: ignore[arg-type]
+    for function in (ours, twin):
+        assert not function.levels_TI.isnan().any()
     levels_TI, scale = rounding.rounded(x_TI)
     products = [
-        one(twin, codes, dtype=torch.float32, zero=rounding.zero)
-        for one in (byte_product, quantised_twins.byte_product)
+        function(twin, codes, dtype=torch.float32, zero=rounding.zero)
+        for function in (byte_product, quantised_twins.byte_product)
     ]
     products += [byte_product(ours, codes, dtype=torch.float32, zero=rounding.zero)]
     products += [(levels_TI * scale) @ weight.dequantised().T]

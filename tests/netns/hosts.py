@@ -49,7 +49,7 @@ class SwitchedHosts:
         self._bridge = f"bb{pid}"
         self._names = [f"baton-host{number}-{pid}" for number in range(1, count + 1)]
         self._ends = [f"b{number}v{pid}" for number in range(1, count + 1)]
-        # Of its own accord a bridge takes the lowest address of its ports, so another one when a host is cut off.
+        # A bridge takes by itself the lowest address of its ports, so another one when a host is cut off.
         _ip("link", "add", self._bridge, "address", "02:00:00:00:00:fe", "type", "bridge")
         _ip("address", "add", f"{self._net}.254/24", "dev", self._bridge)
         _ip("link", "set", self._bridge, "up")
@@ -80,10 +80,10 @@ class SwitchedHosts:
 
     def pids(self, number: int) -> list[int]:
         """The processes on a host."""
-        found = subprocess.run(
+        listed = subprocess.run(
             ["ip", "netns", "pids", self._names[number - 1]], capture_output=True, text=True, check=True
         )
-        return [int(pid) for pid in found.stdout.split()]
+        return [int(pid) for pid in listed.stdout.split()]
 
     def listening(self, number: int) -> set[int]:
         """TCP ports on which a host can be reached from others."""

@@ -73,8 +73,8 @@ class AutoscaledRay:
 
     def nodes(self) -> set[str]:
         """Ids of the living nodes that offer the pool's resource."""
-        known = GcsClient(address=f"{self.address}:6380").get_all_node_info(timeout=10.0)
-        return {id_.hex() for id_, node in known.items() if node.state == 0 and POOL in node.resources_total}
+        infos = GcsClient(address=f"{self.address}:6380").get_all_node_info(timeout=10.0)
+        return {id_.hex() for id_, node in infos.items() if node.state == 0 and POOL in node.resources_total}
 
     def close(self) -> None:
         for deployed in reversed(self._deployed):

@@ -27,10 +27,10 @@ def five_hosts() -> Iterator[RayHosts]:
 
 def pool_nodes(five_hosts: RayHosts) -> set[str]:
     """Ids of the living nodes that offer a pool's resource."""
-    known = GcsClient(address=f"{five_hosts.hosts.address(HEAD)}:6379").get_all_node_info(timeout=10.0)
+    infos = GcsClient(address=f"{five_hosts.hosts.address(HEAD)}:6379").get_all_node_info(timeout=10.0)
     return {
         node_id.hex()
-        for node_id, node in known.items()
+        for node_id, node in infos.items()
         if node.state == 0 and {"prefill", "decode"} & set(node.resources_total)
     }
 

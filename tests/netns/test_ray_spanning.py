@@ -39,7 +39,7 @@ def spanning() -> Iterator[RayHosts]:
 def ranks(hosts: SwitchedHosts, number: int) -> set[str]:
     """The workers of which a process is on a host."""
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in hosts.pids(number)]
-    return {found[1] for command in commands if (found := re.search(r"/(\w+-0)\.\d+\.\d\0", command))}
+    return {match[1] for command in commands if (match := re.search(r"/(\w+-0)\.\d+\.\d\0", command))}
 
 
 def test_ranks_on_two_nodes_answer_as_one_rank_does(spanning: RayHosts) -> None:

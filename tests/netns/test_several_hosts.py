@@ -90,8 +90,8 @@ def streamed(gateway: Deployed) -> str:
 
 def canaries(gateway: Deployed) -> dict[str, int]:
     metrics = httpx.get(f"{gateway.url}/metrics", timeout=10.0).text
-    found = re.findall(r'^baton_canary_total{outcome="(\w+)"} (\S+)$', metrics, re.MULTILINE)
-    return {name: int(float(value)) for name, value in found}
+    counts = re.findall(r'^baton_canary_total{outcome="(\w+)"} (\S+)$', metrics, re.MULTILINE)
+    return {name: int(float(value)) for name, value in counts}
 
 
 def is_decoding(gateway: Deployed) -> bool:

@@ -239,5 +239,5 @@ def make_uneven(model: Any, name: str, router_XE: torch.nn.Parameter) -> None:
         router_XE[1] *= 3
         router_XE[2] *= 0.1
         experts = model.get_submodule(name.rsplit(".", 2)[0]).experts
-        for one in (router_XE, *experts.parameters()):
-            one[-1] = one[0]
+        for tensor in (router_XE, *experts.parameters()):
+            tensor[-1] = tensor[0]

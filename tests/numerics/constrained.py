@@ -44,8 +44,8 @@ def under(grammar: str, max_tokens: int = 80, **changes: Any) -> SamplingParams:
 @torch.no_grad()
 def masked_oracle(folder: Path, oracle: Any, prompt: Sequence[int], grammar: str, max_tokens: int) -> list[int]:
     """Token by token: transformers' logits, less what the library refuses."""
-    known = LLTokenizer((folder / "tokenizer.json").read_text(), n_vocab=VOCAB_SIZE, eos_token=EOS)
-    matcher, output = LLMatcher(known, grammar), list[int]()
+    tokenizer = LLTokenizer((folder / "tokenizer.json").read_text(), n_vocab=VOCAB_SIZE, eos_token=EOS)
+    matcher, output = LLMatcher(tokenizer, grammar), list[int]()
     while len(output) < max_tokens and output[-1:] != [EOS]:
         logits = oracle(torch.tensor([[*prompt, *output]])).logits[0, -1].float()
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:VOCAB_SIZE]

@@ -51,8 +51,8 @@ def ranks_of(config: WorkerConfig) -> Iterator[list[LoadedRank]]:
         finally:
             for rank in ranks:
                 rank.group.close()
-            for one in stores:  # where there is one rank no group has closed it
-                one.close()
+            for ranks_store in stores:  # where there is one rank no group has closed it
+                ranks_store.close()
 
 
 @contextmanager

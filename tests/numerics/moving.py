@@ -115,8 +115,8 @@ def moved(old: Worker, new: Worker, prompt: Sequence[int], sampling: SamplingPar
     prompt_ids = tuple(prompt)
     old.engine.submit(GenerateRequest(request_id="r", prompt_ids=prompt_ids, sampling=sampling), 0.0)
     tokens = old.run(lambda update, so_far: len(so_far) >= num_before)
-    known = (*prompt_ids, *tokens)
-    ticket = new.reserve("r", known[:-1], old, num_tokens=len(known) + 30)
+    sequence = (*prompt_ids, *tokens)
+    ticket = new.reserve("r", sequence[:-1], old, num_tokens=len(sequence) + 30)
     old.engine.migrate(MoveRequest(request_id="r", ticket=ticket), 0.0)
     tokens += old.run(lambda update, _: update.finish_reason is FinishReason.MOVED)
     request = GenerateRequest(

@@ -79,16 +79,16 @@ class PagedRun:
             destination=LaneAddress(worker_id="here", incarnation=1, host="127.0.0.1", port=0),
         )  # fmt: skip
         chunk = Chunk(ticket_id=name, generation=1, first_block=0, num_blocks=len(blocks))
-        found: dict[range, torch.Tensor] = {}
+        parts: dict[range, torch.Tensor] = {}
         for owner in {part.source for part in incoming(source, layout, rank)}:
             cut = cut_out(source, owner, ticket, chunk, sources[owner]._blocks[name])
             payload = sources[owner].storage.read(cut, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
             sizes = [len(payload) // cut.num_heads * len(piece) for piece in cut.pieces]
             ranges = pieces(outgoing(source, layout, owner))
-            found |= dict(zip(ranges, torch.split(payload, sizes), strict=True))
+            parts |= dict(zip(ranges, torch.split(payload, sizes), strict=True))
         wanted = pieces(incoming(source, layout, rank))
         cut = cut_in(layout, rank, source, chunk, blocks)
-        self.storage.write(cut, torch.cat([found[heads] for heads in wanted]))
+        self.storage.write(cut, torch.cat([parts[heads] for heads in wanted]))
 
     def _inputs(self, rows: Sequence[Row], starts: Sequence[int], logit_rows: Sequence[int]) -> ModelInputs:
         size = self.storage.layout.block_size
@@ -129,7 +129,7 @@ def _tokens_of(adapters: Sequence[str], rows: Sequence[Row]) -> tuple[AdapterTok
         if adapter:
             places.setdefault(adapter, []).extend(range(position, position + len(token_ids)))
         position += len(token_ids)
-    return tuple(AdapterTokens(adapter_id=name, places_T=torch.tensor(found)) for name, found in places.items())
+    return tuple(AdapterTokens(adapter_id=name, places_T=torch.tensor(rows)) for name, rows in places.items())
 
 
 def in_chunks(run: PagedRun, token_ids: Sequence[int], sizes: Sequence[int], *, prompt_len: int) -> torch.Tensor:

@@ -40,7 +40,7 @@ def submit(engine: Engine, request_id: str, prompt: list[int], adapter: str, sam
 
 def answers_of(engine: Engine, adapters: list[str]) -> dict[str, list[Answer]]:
     """Every prompt with every adapter, all in one batch."""
-    found = {adapter: [Answer() for _ in PROMPTS] for adapter in adapters}
+    answers = {adapter: [Answer() for _ in PROMPTS] for adapter in adapters}
     for number, prompt in enumerate(PROMPTS):
         for adapter in adapters:
             submit(engine, f"{adapter}/{number}", prompt, adapter, SAMPLING)
@@ -48,11 +48,11 @@ def answers_of(engine: Engine, adapters: list[str]) -> dict[str, list[Answer]]:
         for update in engine.step(now=0.0):
             assert update.error is None
             adapter, _, place = update.request_id.partition("/")
-            found[adapter][int(place)].token_ids += update.token_ids
-            found[adapter][int(place)].updates.append(update)
+            answers[adapter][int(place)].token_ids += update.token_ids
+            answers[adapter][int(place)].updates.append(update)
         engine.check_integrity()
     engine.assert_idle()
-    return found
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +68,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[list[int]]]:
     """Answers by the adapter's name, by transformers with merged weights."""
-    found = {}
+    tokens = {}
     for name in ("", "one", "two"):
         model = make_checkpoint("llama", folder / "again")
-        found[name] = oracle_answers(merged_model(model, folder / name) if name else model, PROMPTS, NUM_TOKENS)
-    return found
+        tokens[name] = oracle_answers(merged_model(model, folder / name) if name else model, PROMPTS, NUM_TOKENS)
+    return tokens
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -82,10 +82,12 @@ def test_greedy_tokens_are_those_of_merged_weights(folder: Path, expected: dict[
     with colocated(config) as engine:
         ids = {name: load(engine, name, folder / name) for name in ("one", "two")} | {"": ""}
         for num_cached in (0, 48):
-            found = answers_of(engine, list(ids.values()))
+            outputs = answers_of(engine, list(ids.values()))
             for name, adapter_id in ids.items():
-                assert [output.token_ids for output in found[adapter_id]] == expected[name], f"of {name or 'the model'}"
-                assert found[adapter_id][2].num_cached_tokens == num_cached
+                assert [output.token_ids for output in outputs[adapter_id]] == expected[name], (
+                    f"of {name or 'the model'}"
+                )
+                assert outputs[adapter_id][2].num_cached_tokens == num_cached
 
 
 def test_drafts_change_no_token(folder: Path, expected: dict[str, list[list[int]]]) -> None:
@@ -96,13 +98,13 @@ def test_drafts_change_no_token(folder: Path, expected: dict[str, list[list[int]
         for name, adapter_id in ids.items():
             predicted = SpeculationParams(prediction_ids=tuple(expected[name][2]))
             submit(engine, name, PROMPTS[2], adapter_id, replace(SAMPLING, speculation=predicted))
-        found: dict[str, list[int]] = {name: [] for name in ids}
+        tokens: dict[str, list[int]] = {name: [] for name in ids}
         accepted = 0
         while engine.has_work():
             for update in engine.step(now=0.0):
-                found[update.request_id] += update.token_ids
+                tokens[update.request_id] += update.token_ids
                 accepted += update.num_predicted
-    assert found == {name: expected[name][2] for name in ids}
+    assert tokens == {name: expected[name][2] for name in ids}
     assert accepted > NUM_TOKENS, "both answers were drafted"
 
 

@@ -88,15 +88,15 @@ def test_a_rows_bits_do_not_depend_on_its_batch(tmp_path: Path, dtype: str, quan
     decoder.pack()
     adapters = table(decoder)
     paths = [make_adapter(tmp_path / "model", tmp_path / str(rank), seed=rank, rank=rank) for rank in (4, 40)]
-    one, two = (load(adapters, path) for path in paths)
-    used = {"base": "", "a": one, "b": two, "c": one}
+    first, two = (load(adapters, path) for path in paths)
+    used = {"base": "", "a": first, "b": two, "c": first}
     steps = [{name: random_tokens(17 + 4 * seed, seed) for seed, name in enumerate(used)}]
     steps += [{name: random_tokens(1, 10 + number + seed) for seed, name in enumerate(used)} for number in range(2)]
     together, alone = PagedRun(decoder, fused=True), {name: PagedRun(decoder, fused=True) for name in used}
     logits: dict[str, list[torch.Tensor]] = {name: [] for name in used}
     for tokens in steps:
-        found = together.step([(name, tokens[name], len(steps[0][name])) for name in used], list(used.values()))
-        for name, row in zip(used, found, strict=True):
+        batched = together.step([(name, tokens[name], len(steps[0][name])) for name in used], list(used.values()))
+        for name, row in zip(used, batched, strict=True):
             [by_itself] = alone[name].step([(name, tokens[name], len(steps[0][name]))], [used[name]])
             assert torch.equal(row, by_itself), f"row {name} has other bits in a batch"
             logits[name].append(row)

@@ -126,8 +126,8 @@ def test_a_rank_that_cannot_open_takes_the_others_with_it(
     blocks = iter([10])
 
     def poor(*_: Any, **__: Any) -> int:
-        for found in blocks:
-            return found
+        for block in blocks:
+            return block
         raise Misconfigured("no memory here", param="memory_fraction")
 
     monkeypatch.setattr("workers.cache.blocks_in_ram", poor)

@@ -79,8 +79,8 @@ def test_the_slower_of_products_and_memory_is_the_floor() -> None:
 
 
 def test_fewer_requests_of_the_same_lengths_and_each_load_once() -> None:
-    found = [(entry.name, entry.num_requests) for entry in scaled(LARGE, 8)]
-    assert found == [("4 x (512 -> 128)", 4), ("1 x (2048 -> 32)", 1), ("1 x (256 -> 64)", 1), ("2 x (256 -> 64)", 2)]
+    sizes = [(entry.name, entry.num_requests) for entry in scaled(LARGE, 8)]
+    assert sizes == [("4 x (512 -> 128)", 4), ("1 x (2048 -> 32)", 1), ("1 x (256 -> 64)", 1), ("2 x (256 -> 64)", 2)]
     assert scaled(LARGE, 1) == list(LARGE)
 
 
@@ -90,13 +90,13 @@ def test_the_best_round_of_an_engine_becomes_its_figures(tmp_path: Path) -> None
     torch.set_num_threads(1)
     workloads = [TokenLoad(name="2 x (40 -> 5)", num_requests=2, input_len=40, output_len=5)]
     rounds = [*on_baton(tmp_path, workloads, 2), [EngineRun(seconds=1e6, cpu_s=1e6, ttft_s=[1e6])]]
-    (one,) = figures_of("baton", "small", ModelCosts.of(read_config(tmp_path)), workloads, rounds, MACHINE)
-    assert 0 < one.ttft_s <= one.prefill_s < one.seconds < 1e6
-    assert one.output_tokens_per_s == pytest.approx(10 / one.seconds)
-    assert one.tokens_per_s == pytest.approx(90 / one.seconds)
-    draw([one], {"small": ModelCosts.of(read_config(tmp_path))}, MACHINE, tmp_path / "figures.svg")
+    (best,) = figures_of("baton", "small", ModelCosts.of(read_config(tmp_path)), workloads, rounds, MACHINE)
+    assert 0 < best.ttft_s <= best.prefill_s < best.seconds < 1e6
+    assert best.output_tokens_per_s == pytest.approx(10 / best.seconds)
+    assert best.tokens_per_s == pytest.approx(90 / best.seconds)
+    draw([best], {"small": ModelCosts.of(read_config(tmp_path))}, MACHINE, tmp_path / "figures.svg")
     assert (tmp_path / "figures.svg").read_text().count("prompts of 2 x (40 -") == 1
-    assert json.loads(json.dumps(record(one)))["share"] == pytest.approx(one.floor_s / one.cpu_s)
+    assert json.loads(json.dumps(record(best)))["share"] == pytest.approx(best.floor_s / best.cpu_s)
 
 
 def test_figures_name_the_machine_and_how_to_take_them_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,9 +62,9 @@ def test_heads_cut_out_of_a_wider_tensor_are_normed_and_turned_in_place_of_the_c
     angles = torch.rand(9, 8, generator=torch.Generator().manual_seed(2)) * 6
     slots = torch.tensor([17, 3, 0, 8, 9, 40, 41, 30, 2])
     mine, theirs = (torch.zeros(2, 6, 2, 7, 16, dtype=dtype) for _ in range(2))
-    found = cpu.rope_kv_write(q, k, v, angles.cos(), angles.sin(), mine[0], mine[1], slots)
+    rotated = cpu.rope_kv_write(q, k, v, angles.cos(), angles.sin(), mine[0], mine[1], slots)
     expected = twins.rope_kv_write(q, k, v, angles.cos(), angles.sin(), theirs[0], theirs[1], slots)
-    assert torch.equal(found, expected)
+    assert torch.equal(rotated, expected)
     assert torch.equal(mine, theirs)
 
 
@@ -75,8 +75,8 @@ def test_a_gate_beyond_all_bounds(dtype: torch.dtype, special: float) -> None:
     gate_up = torch.ones(1, 64, dtype=dtype)
     gate_up[0, 5] = special
     for gated in ("silu_mul", "gelu_tanh_mul"):
-        found, expected = getattr(cpu, gated)(gate_up), getattr(twins, gated)(gate_up)
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
+        actual, expected = getattr(cpu, gated)(gate_up), getattr(twins, gated)(gate_up)
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 
 @needs_compiler
@@ -207,6 +207,6 @@ def test_keys_and_values_are_rounded_to_8_bits_as_the_twin_rounds_them(
         scales = of_tokens if kv_dtype == torch.int8 else of_heads
         write(q, k, v, angles.cos(), angles.sin(), caches[0], caches[1], slots, (scales[0], scales[1]))
         outputs.append((*(cache.view(torch.uint8) for cache in caches), *scales))
-    for found, expected in zip(*outputs, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    for actual, expected in zip(*outputs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     assert outputs[0][0].any()

@@ -27,12 +27,12 @@ def test_a_prompt_has_the_vector_of_transformers(checkpoint: Checkpoint, setting
     with colocated(config) as engine:
         for _ in range(2):  # the second time the prefix is cached
             answers = answer(engine, [*PROMPTS * 2, PROMPTS[0]], [*asked, GREEDY])
-            found = [output.updates[-1] for output in answers[:-1]]
-            for update, vector_E in zip(found, expected, strict=True):
+            updates = [output.updates[-1] for output in answers[:-1]]
+            for update, vector_E in zip(updates, expected, strict=True):
                 assert_close(torch.from_numpy(np.frombuffer(update.embedding, dtype=np.float32).copy()), vector_E)
             assert not answers[-1].updates[0].embedding
-        assert found[0].num_cached_tokens == 32
-        assert found[3].num_cached_tokens == 0, "the mean needs every position"
+        assert updates[0].num_cached_tokens == 32
+        assert updates[3].num_cached_tokens == 0, "the mean needs every position"
     assert [len(output.token_ids) for output in answers[:-1]] == [1] * 6
 
 
@@ -45,5 +45,5 @@ def test_a_decoder_of_transformers_has_them_too(checkpoint: Checkpoint, monkeypa
         states_TE = oracle.model(torch.tensor([PROMPTS[0]])).last_hidden_state[0]
     with colocated(config) as engine:
         answers = answer(engine, [PROMPTS[0]] * 2, asked)
-    for one, vector_E in zip(answers, (states_TE[-1], states_TE.mean(0)), strict=True):
-        assert_close(torch.from_numpy(np.frombuffer(one.updates[-1].embedding, dtype=np.float32).copy()), vector_E)
+    for output, vector_E in zip(answers, (states_TE[-1], states_TE.mean(0)), strict=True):
+        assert_close(torch.from_numpy(np.frombuffer(output.updates[-1].embedding, dtype=np.float32).copy()), vector_E)

@@ -64,13 +64,13 @@ def test_logprobs_are_the_oracles(checkpoint: Checkpoint, tp: int) -> None:
     with colocated(config_of(folder, tp=tp)) as engine:
         rounds = [answer(engine, PROMPTS, wanted) for _ in range(2)]
     for prompt, *asked in zip(PROMPTS, *rounds, strict=True):
-        for one in asked:
-            logits = oracle(torch.tensor([prompt + one.token_ids])).logits[0]
+        for params in asked:
+            logits = oracle(torch.tensor([prompt + params.token_ids])).logits[0]
             truth = torch.log_softmax(logits.float(), dim=-1)
-            prompt_logprobs = [entry for update in one.updates for entry in update.prompt_logprobs]
-            logprobs = [entry for update in one.updates for entry in update.logprobs]
+            prompt_logprobs = [entry for update in params.updates for entry in update.prompt_logprobs]
+            logprobs = [entry for update in params.updates for entry in update.logprobs]
             assert len(prompt_logprobs) == len(prompt) - 1
-            assert [entry.chosen.token_id for entry in prompt_logprobs + logprobs] == (prompt + one.token_ids)[1:]
+            assert [entry.chosen.token_id for entry in prompt_logprobs + logprobs] == (prompt + params.token_ids)[1:]
             for position, entry in enumerate(prompt_logprobs + logprobs):
                 chosen, num_top = entry.chosen, len(entry.top)
                 assert num_top == (2 if position < len(prompt) - 1 else 3)
@@ -138,11 +138,11 @@ def test_bfloat16_is_close_to_float32(checkpoint: Checkpoint) -> None:
     wanted = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, prompt_logprobs=0)
     with colocated(config_of(folder, dtype="bfloat16")) as engine:
         answers = answer(engine, PROMPTS, wanted)
-    for prompt, one in zip(PROMPTS, answers, strict=True):
-        assert len(one.token_ids) == 16
-        assert all(0 <= token < VOCAB_SIZE for token in one.token_ids)
+    for prompt, output in zip(PROMPTS, answers, strict=True):
+        assert len(output.token_ids) == 16
+        assert all(0 <= token < VOCAB_SIZE for token in output.token_ids)
         truth = torch.log_softmax(oracle(torch.tensor([prompt])).logits[0].float(), dim=-1)
-        entries = [entry for update in one.updates for entry in update.prompt_logprobs]
+        entries = [entry for update in output.updates for entry in update.prompt_logprobs]
         errors = [
             abs(entry.chosen.logprob - truth[position, entry.chosen.token_id].item())
             for position, entry in enumerate(entries)

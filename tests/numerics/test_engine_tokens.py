@@ -37,14 +37,14 @@ Oracle = Callable[[str], tuple[str, list[list[int]]]]
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Checkpoint) -> Oracle:
     """`oracle(name)` is (folder, greedy answers)."""
-    known: dict[str, tuple[str, list[list[int]]]] = {}
+    oracles: dict[str, tuple[str, list[list[int]]]] = {}
 
     def ask(name: str) -> tuple[str, list[list[int]]]:
-        if name not in known:
+        if name not in oracles:
             family, overrides = FAMILIES[name]
             folder, model = checkpoint(family, **overrides)
-            known[name] = str(folder), oracle_answers(model, PROMPTS)
-        return known[name]
+            oracles[name] = str(folder), oracle_answers(model, PROMPTS)
+        return oracles[name]
 
     return ask
 

@@ -61,7 +61,7 @@ def _continued(
     group: TensorParallel,
 ) -> dict[str, tuple[PagedRun, torch.Tensor]]:
     """This rank's logits of the tokens, after the KV of all ranks of another worker."""
-    found = {}
+    logits = {}
     for family, (folder, _) in known.items():
         run = PagedRun(load_model(folder, parallel=group, packed=True), fused=True)
         if before:
@@ -70,24 +70,24 @@ def _continued(
         for count in cuts:
             made += run.step([("only", tokens[at : at + count], 38)])
             at += count
-        found[family] = run, torch.cat(made)
-    return found
+        logits[family] = run, torch.cat(made)
+    return logits
 
 
 @torch.no_grad()
 def test_a_prompt_of_two_ranks_goes_on_with_four_and_with_one(checkpoint: Checkpoint) -> None:
     """All families in one group of ranks; four ranks copy each of two key/value heads."""
-    known = {family: checkpoint(family, **OVERRIDES.get(family, {})) for family in FAMILIES}
+    folders = {family: checkpoint(family, **OVERRIDES.get(family, {})) for family in FAMILIES}
     tokens, logits = random_tokens(41), dict[str, list[torch.Tensor]]()
     before: dict[str, list[PagedRun]] = {}
     for tp, start, cuts in ((2, 0, (24, 6)), (4, 30, (7, 1)), (1, 38, (2, 1))):
-        every = on_ranks(tp, partial(_continued, known, before, tokens[start : start + sum(cuts)], cuts))
-        before = {family: [rank[family][0] for rank in every] for family in known}
-        for family in known:
+        every = on_ranks(tp, partial(_continued, folders, before, tokens[start : start + sum(cuts)], cuts))
+        before = {family: [rank[family][0] for rank in every] for family in folders}
+        for family in folders:
             for rank in every:
                 assert torch.equal(rank[family][1], every[0][family][1])
             logits.setdefault(family, []).append(every[0][family][1])
-    for family, (_, oracle) in known.items():
+    for family, (_, oracle) in folders.items():
         assert_close(torch.cat(logits[family]), oracle(torch.tensor([tokens])).logits[0])
 
 

@@ -105,12 +105,12 @@ def test_windows_come_back_from_the_host(checkpoint: Checkpoint, name: str, tp: 
     config = WorkerConfig(**settings, device="cpu", kv_dtype=kv_dtype, num_blocks=30, host_kv_gib=0.005)
     params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=2)
     with colocated(config) as engine:
-        found = []
+        outputs = []
         for prompt in (PROMPTS[3], random_tokens(96, 7), random_tokens(96, 8), PROMPTS[3]):
-            (one,) = answer(engine, [prompt], params)
-            found.append([(update.token_ids, update.logprobs) for update in one.updates])
-        assert one.num_cached_tokens == 100
+            (output,) = answer(engine, [prompt], params)
+            outputs.append([(update.token_ids, update.logprobs) for update in output.updates])
+        assert output.num_cached_tokens == 100
         host = engine.load().host
         assert host is not None
         assert host.num_hit_tokens == 100
-    assert found[3] == found[0]
+    assert outputs[3] == outputs[0]

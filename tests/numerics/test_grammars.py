@@ -108,10 +108,10 @@ def test_every_answer_that_ends_fits_its_schema(served: tuple[Path, Any]) -> Non
         answers = answer(engine, [[i + 3] for i in range(len(schemas))], asked)
     ended = [(output, schema) for output, schema in zip(answers, schemas, strict=True) if output.token_ids[-1] == EOS]
     assert len(ended) > len(schemas) // 2
-    for one, schema in ended:
-        assert one.finish_reason is FinishReason.STOP
-        assert one.token_ids.count(EOS) == 1
-        jsonschema.validate(json.loads(text_of(folder, one.token_ids)), schema)
+    for ended_output, schema in ended:
+        assert ended_output.finish_reason is FinishReason.STOP
+        assert ended_output.token_ids.count(EOS) == 1
+        jsonschema.validate(json.loads(text_of(folder, ended_output.token_ids)), schema)
 
 
 @pytest.mark.parametrize("form", [ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL])
@@ -126,9 +126,9 @@ def test_calls_that_are_required_are_read_as_calls(served: tuple[Path, Any], for
     with colocated(config_of(folder)) as engine:
         answers = answer(engine, [[5]] * len(asked), asked)
     schemas = {"save": PERSON, "now": {"type": "object", "maxProperties": 0}}
-    for one in (output for output in answers if output.finish_reason is FinishReason.STOP):
+    for finished in (output for output in answers if output.finish_reason is FinishReason.STOP):
         reader = reader_of(form, functions)
-        parts = [*reader.feed(text_of(folder, one.token_ids)), *reader.end()]
+        parts = [*reader.feed(text_of(folder, finished.token_ids)), *reader.end()]
         assert not [part for part in parts if isinstance(part, str)]
         calls = [part for part in parts if isinstance(part, CallDelta)]
         for begun in (part for part in calls if part.name):
@@ -291,10 +291,12 @@ def test_masks_of_drafts_wait_for_those_of_earlier_drafts(tmp_path: Path, monkey
     monkeypatch.setattr(guidance, "PATIENCE_S", 60.0)
     grammar, make = regex_grammar("abcde"), GuidanceGrammars._mask_of
     begun, go_on = threading.Event(), threading.Event()
-    known, grammars = (GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,)) for _ in range(2))
+    reference, grammars = (
+        GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,)) for _ in range(2)
+    )
     written: tuple[int, ...] = ()
     for _ in range(4):
-        written += (mask_of(known, grammar, written)[0],)
+        written += (mask_of(reference, grammar, written)[0],)
 
     def slowly(self: GuidanceGrammars, matcher: Any) -> Any:
         begun.set()
@@ -318,17 +320,17 @@ def test_masks_of_drafts_wait_for_those_of_earlier_drafts(tmp_path: Path, monkey
     masks = grammars.allowed_after("r", samples)
     assert [int(mask.view(np.uint8).tobytes()[token_id // 8]) >> token_id % 8 & 1 for mask, token_id in
             zip(masks, written[1:], strict=True)] == [1, 1, 1]  # fmt: skip
-    assert mask_of(grammars, grammar, written) == mask_of(known, grammar, written)
+    assert mask_of(grammars, grammar, written) == mask_of(reference, grammar, written)
 
 
 def test_masks_are_not_made_on_the_engines_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that computes is bound to it, and starts the others."""
     write_tokenizer(tmp_path)
-    found = list[tuple[set[int], int]]()
+    masks = list[tuple[set[int], int]]()
 
     class Looking(GuidanceGrammars):
         def _mask(self, standing: Any) -> Any:
-            found.append((os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+            masks.append((os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
             return super()._mask(standing)
 
     monkeypatch.setattr(guidance, "PATIENCE_S", 60.0)  # however busy the machine, no mask is slow
@@ -343,7 +345,7 @@ def test_masks_are_not_made_on_the_engines_core(tmp_path: Path, monkeypatch: pyt
     bound = threading.Thread(target=engine)
     bound.start()
     bound.join()
-    assert found == [(everywhere, min(19, nice + guidance.NICE)), (everywhere, nice)]
+    assert masks == [(everywhere, min(19, nice + guidance.NICE)), (everywhere, nice)]
 
 
 @pytest.mark.parametrize("grammar", [choice_grammar(["</s>!"]), regex_grammar("</s>!"), 'start: "</s>" "!"'])
@@ -404,7 +406,7 @@ def mask_of(grammars: GuidanceGrammars, grammar: str, output_ids: tuple[int, ...
     while (mask := grammars.allowed("r", sample)) is None:
         ready.wait(30)
         ready.clear()
-    return [int(one) for one in np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]]
+    return [int(token_id) for token_id in np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]]
 
 
 def test_every_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(tmp_path: Path) -> None:
@@ -421,7 +423,7 @@ def test_every_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(tmp_pat
             ready.wait(30)
             ready.clear()
         bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-        return [int(one) for one in bits.nonzero()[0]]
+        return [int(token_id) for token_id in bits.nonzero()[0]]
 
     assert allowed() == [a]
     assert allowed(a) == sorted([1, EOS, b])

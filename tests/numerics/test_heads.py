@@ -74,9 +74,9 @@ def num_drafted(engine: Any) -> int:
 def recorded(engine: Any) -> Recorded:
     speculation = engine.scheduler.speculation
     *others, proposer = speculation._proposers
-    found = Recorded(proposer)
-    speculation._proposers = (*others, found)
-    return found
+    recorder = Recorded(proposer)
+    speculation._proposers = (*others, recorder)
+    return recorder
 
 
 Drafts = Callable[[Target, list[int], int], list[int]]
@@ -111,9 +111,9 @@ def test_drafts_are_those_of_plain_torch_with_the_same_tensors(target: Path, tmp
     mode, drafts_of = HEADS[kind](tmp_path)
     model = Target(target)
     with colocated(config(target, mode, prefill_chunk=7)) as engine:
-        found = recorded(engine)
+        recorder = recorded(engine)
         answer(engine, PROMPTS, GREEDY)
-    checked = found.drafts[:: len(found.drafts) // 24]
+    checked = recorder.drafts[:: len(recorder.drafts) // 24]
     assert len(checked) >= 24
     for tokens, draft in checked:
         assert list(draft.token_ids) == drafts_of(model, tokens, len(draft.token_ids))
@@ -162,11 +162,11 @@ def test_layers_for_multi_token_prediction_draft_as_in_transformers(tmp_path: Pa
     with colocated(config(folder)) as engine:
         plain = [output.token_ids for output in answer(engine, PROMPTS, GREEDY)]
     with colocated(config(folder, "mtp", num_blocks=40)) as engine:
-        found = recorded(engine)
+        recorder = recorded(engine)
         assert [output.token_ids for output in answer(engine, PROMPTS, GREEDY)] == plain
         assert engine.scheduler.num_preemptions
     twin, model = head_twins.MTPTwin(folder, tmp_path / "copy"), Target(folder)
-    for tokens, draft in found.drafts[:: len(found.drafts) // 8]:
+    for tokens, draft in recorder.drafts[:: len(recorder.drafts) // 8]:
         assert list(draft.token_ids) == twin.drafts(model, tokens, len(draft.token_ids))
 
 

@@ -61,6 +61,6 @@ def test_evicted_blocks_come_back_bit_for_bit(checkpoint: Checkpoint, tp: int) -
             follower.result()
     assert again.num_cached_tokens == 96
     assert again.token_ids == first.token_ids
-    for kept, came in zip(before, after, strict=True):
-        assert torch.equal(kept, came)
+    for stored, came in zip(before, after, strict=True):
+        assert torch.equal(stored, came)
     assert len({float(rank.float().sum()) for rank in before}) == tp, "ranks hold heads of their own"

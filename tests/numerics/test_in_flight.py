@@ -66,7 +66,7 @@ def test_whatever_is_asked_for_is_told_as_without(checkpoint: Checkpoint) -> Non
         assert with_.finish_reason is without.finish_reason
         for field in ("logprobs", "prompt_logprobs"):
             ours, theirs = (
-                [one for update in told.updates for one in getattr(update, field)] for told in (with_, without)
+                [item for update in told.updates for item in getattr(update, field)] for told in (with_, without)
             )
             assert [output.chosen.token_id for output in ours] == [output.chosen.token_id for output in theirs]
             assert [output.chosen.logprob for output in ours] == pytest.approx(
@@ -130,8 +130,8 @@ def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, mon
     busy = SamplingParams(seed=1, logprobs=4, frequency_penalty=0.2, repetition_penalty=1.1, logit_bias=((3, 1.0),))
 
     def row(name: str, params: SamplingParams, **context: Any) -> Row:
-        known = {"prompt_ids": (5, 6), "output_ids": (7,), "banned_ids": (2,)} if params is busy else {}
-        return Row(request_id=name, block_tables=((0, 1),), sample=Sample(params=params, index=1, **known), **context)
+        tokens = {"prompt_ids": (5, 6), "output_ids": (7,), "banned_ids": (2,)} if params is busy else {}
+        return Row(request_id=name, block_tables=((0, 1),), sample=Sample(params=params, index=1, **tokens), **context)
 
     prompts = (row("a", plain, token_ids=(5, 6, 7), start=0), row("b", busy, token_ids=(5, 6), start=0))
     runner.launch(Batch(rows=(*prompts, row("c", bound, token_ids=(5, 6), start=0))))

@@ -183,9 +183,9 @@ def test_tiles_attend_as_float64_does(num_heads: int, num_kv_heads: int, head_di
         q_TND = normal(inputs.query_starts[-1], num_heads, head_dim, dtype=torch.bfloat16, seed=7) * 3
         backend = cpu_attention(storage)
         backend.begin(inputs)
-        found = backend.attend(0, q_TND, AttentionOptions(scale=head_dim**-0.5, window=window))
+        actual = backend.attend(0, q_TND, AttentionOptions(scale=head_dim**-0.5, window=window))
         expected = exactly(storage.data[0].double(), inputs, q_TND.double(), head_dim**-0.5, window)
-        torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(actual.double(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.skipif(native_tiles() is None, reason="no AMX here")
@@ -206,8 +206,8 @@ def test_a_token_that_decodes_sees_nothing_beside_its_window(group: int) -> None
                 storage.data[0][:, page, :, position % block_size] = float("nan")
         backend = cpu_attention(storage)
         backend.begin(inputs)
-        found = backend.attend(0, q_TND, AttentionOptions(scale=head_dim**-0.5, window=window))
-        torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
+        actual = backend.attend(0, q_TND, AttentionOptions(scale=head_dim**-0.5, window=window))
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-2, atol=1e-2)
 
 
 def exactly(

@@ -79,12 +79,12 @@ def bits(answered: Any) -> Bits:
 @pytest.fixture(scope="module")
 def undisturbed(checkpoint: Checkpoint) -> dict[KVDtype, Bits]:
     folder, _ = checkpoint("qwen3")
-    found: dict[KVDtype, Bits] = {}
+    by_dtype: dict[KVDtype, Bits] = {}
     for kv_dtype in (*KINDS, "auto"):
         with colocated(WorkerConfig(model=str(folder), kv_dtype=kv_dtype, num_blocks=40)) as engine:
-            found[kv_dtype] = bits(answer(engine, [PROMPT], LOGPROBS)[0])
-    assert found["int8"] != found["auto"] != found["fp8"]
-    return found
+            by_dtype[kv_dtype] = bits(answer(engine, [PROMPT], LOGPROBS)[0])
+    assert by_dtype["int8"] != by_dtype["auto"] != by_dtype["fp8"]
+    return by_dtype
 
 
 @pytest.mark.parametrize("kv_dtype", KINDS)
@@ -174,8 +174,8 @@ def test_fp8_divides_by_the_scales_of_the_checkpoint(
     checkpoint: Checkpoint, tmp_path: Path, names: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, _ = checkpoint("llama")
-    given = {f"model.layers.{layer}.{name}": 0.25 + layer for layer in range(2) for name in names}
-    into = with_scales(folder, tmp_path / "scaled", given)
+    stored = {f"model.layers.{layer}.{name}": 0.25 + layer for layer in range(2) for name in names}
+    into = with_scales(folder, tmp_path / "scaled", stored)
     rank = open_rank(WorkerConfig(model=str(into), kv_dtype="fp8", num_blocks=20), Solo())
     for layer in range(2):
         scales = rank.storage.scales(layer)
@@ -205,10 +205,11 @@ def test_scales_that_cannot_be_are_refused(
     checkpoint: Checkpoint, tmp_path: Path, scales: dict[str, Any], reason: str
 ) -> None:
     folder, _ = checkpoint("llama")
-    given = {f"model.layers.1.self_attn.{name}": scale for name, scale in scales.items()}
+    stored = {f"model.layers.1.self_attn.{name}": scale for name, scale in scales.items()}
     with pytest.raises(BadCheckpoint, match=reason):
         open_rank(
-            WorkerConfig(model=str(with_scales(folder, tmp_path / "bad", given)), kv_dtype="fp8", num_blocks=20), Solo()
+            WorkerConfig(model=str(with_scales(folder, tmp_path / "bad", stored)), kv_dtype="fp8", num_blocks=20),
+            Solo(),
         )
 
 

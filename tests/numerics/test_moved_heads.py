@@ -52,11 +52,11 @@ class Drafts:
         self._proposer.propose = self.propose
 
     def propose(self, queries: Sequence[Any]) -> Sequence[Any]:
-        found = self._propose(queries)
-        for query, draft in zip(queries, found, strict=True):
+        drafts = self._propose(queries)
+        for query, draft in zip(queries, drafts, strict=True):
             sequence = self._lengths[query.request_id].sequence
             self.after[len(sequence.prompt_ids) + len(sequence.output_ids)] = draft.token_ids
-        return found
+        return drafts
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,9 @@ def alone(target: Path, head: str) -> tuple[list[int], dict[int, tuple[int, ...]
     """The tokens of a colocated engine, and its drafts."""
     with colocated(config(target, head)) as engine:
         drafts = Drafts(engine)
-        (found,) = answer(engine, [PROMPT], PARAMS)
+        (output,) = answer(engine, [PROMPT], PARAMS)
     assert sum(map(len, drafts.after.values())) > 60
-    return found.token_ids, drafts.after
+    return output.token_ids, drafts.after
 
 
 def test_a_decode_worker_drafts_as_if_it_had_computed_the_prompt(
@@ -108,8 +108,8 @@ def test_a_pulled_prefix_brings_the_heads_part(
     tokens, expected = alone
     with two(config(target, head)) as (old, new):
         drafts = Drafts(new.engine)
-        found, num_pulled = pulled(old, new, PROMPT, PARAMS)
-    assert found == tokens
+        output, num_pulled = pulled(old, new, PROMPT, PARAMS)
+    assert output == tokens
     assert num_pulled == 36
     assert drafts.after == expected
 
@@ -142,9 +142,9 @@ def test_a_request_without_drafts_leaves_its_entries_to_the_next(
     with colocated(config(target, head)) as engine:
         answer(engine, [PROMPT], silent)
         drafts = Drafts(engine)
-        (found,) = answer(engine, [PROMPT], PARAMS)
-    assert found.token_ids == tokens
-    assert found.num_cached_tokens == 36
+        (output,) = answer(engine, [PROMPT], PARAMS)
+    assert output.token_ids == tokens
+    assert output.num_cached_tokens == 36
     assert drafts.after == expected
 
 

@@ -40,10 +40,10 @@ def test_a_product_is_the_exact_one_rounded(
     rtol, atol = TOLERANCES[dtype]
     for num_rows in ROWS:
         x = normal(num_rows, num_inputs, seed=1, dtype=dtype)
-        found = packed(x, bias)
+        actual = packed(x, bias)
         expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, rtol=rtol, atol=atol)
 
 
 @needs_compiler
@@ -70,8 +70,8 @@ def test_a_gate_beyond_all_bounds_passes_as_it_does_elsewhere(gate: float) -> No
     weight[0, 0], weight[2, 0] = gate, 2.0
     x = torch.zeros(1, 32, dtype=torch.bfloat16)
     x[0, 0] = 1.0
-    found, expected = PackedFloats(weight, gated=True)(x), cpu.silu_mul(PackedFloats(weight)(x))
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
+    actual, expected = PackedFloats(weight, gated=True)(x), cpu.silu_mul(PackedFloats(weight)(x))
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-30, equal_nan=True)
 
 
 @needs_compiler

@@ -26,9 +26,9 @@ def test_a_packed_product_is_the_plain_one(dtype: torch.dtype, num_rows: int, wi
     matrix = FloatMatrix(weight)
     with torch.inference_mode():
         matrix.pack()
-        found = matrix(x, bias if with_bias else None)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+        actual = matrix(x, bias if with_bias else None)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -39,8 +39,8 @@ def test_a_packed_model_gives_the_plain_one_s_logits(tmp_path: Path, dtype: str,
     packed.pack()
     rows = [("long", list(range(5, 45)), 40), ("short", [7], 1)]
     tolerance = 0.1 if dtype == "bfloat16" else 1e-4
-    for expected, found in zip(PagedRun(plain).step(rows), PagedRun(packed).step(rows), strict=True):
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    for expected, actual in zip(PagedRun(plain).step(rows), PagedRun(packed).step(rows), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def test_what_is_packed_is_not_held_twice() -> None:

@@ -41,12 +41,12 @@ def test_a_pause_in_mid_answer(target: Path, head: str, tokens: list[int]) -> No
     with colocated(config(target, head)) as engine:
         drafts = Drafts(engine)
         engine.submit(GenerateRequest(request_id="r", prompt_ids=tuple(PROMPT), sampling=PARAMS), 0.0)
-        found: list[int] = []
+        seen: list[int] = []
         while engine.has_work():
-            if 8 <= len(found) < 12:
+            if 8 <= len(seen) < 12:
                 pause(engine, 2)
-            found += [token for update in engine.step(0.0) for token in update.token_ids]
-        assert found == tokens
+            seen += [token for update in engine.step(0.0) for token in update.token_ids]
+        assert seen == tokens
         drafted = lengths(drafts)
         assert min(drafted) < len(PROMPT) + 8
         assert max(drafted) > len(PROMPT) + 20
@@ -60,9 +60,9 @@ def test_a_prompt_that_was_computed_in_a_pause_serves_later_ones(target: Path, h
         assert answer(engine, [PROMPT], PARAMS)[0].token_ids == tokens
         pause(engine, 0)
         drafts = Drafts(engine)
-        (found,) = answer(engine, [PROMPT], PARAMS)
-    assert found.token_ids == tokens
-    assert found.num_cached_tokens == 36
+        (output,) = answer(engine, [PROMPT], PARAMS)
+    assert output.token_ids == tokens
+    assert output.num_cached_tokens == 36
     assert lengths(drafts), "the head sees what follows"
 
 

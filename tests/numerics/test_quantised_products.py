@@ -81,9 +81,9 @@ def test_a_product_is_the_exact_one(form: str, dtype: torch.dtype) -> None:
         bias_O = random(num_outputs, seed=9).to(dtype)
         for num_rows in ROWS:
             x_TI = random(num_rows, num_inputs, seed=8).to(dtype)
-            given = rounded(weight, x_TI) if dtype == torch.bfloat16 else x_TI.double()
-            exact = given @ weight_OI.T
-            sizes = given.abs() @ weight_OI.abs().T + given.abs().sum(1, keepdim=True) * weight_OI.abs().max()
+            inputs = rounded(weight, x_TI) if dtype == torch.bfloat16 else x_TI.double()
+            exact = inputs @ weight_OI.T
+            sizes = inputs.abs() @ weight_OI.abs().T + inputs.abs().sum(1, keepdim=True) * weight_OI.abs().max()
             assert_close(PackedQuantised(weight, dtype)(x_TI, bias_O), exact + bias_O.double(), sizes + 1)
             assert_close(packed(x_TI), exact, sizes)
 
@@ -95,13 +95,13 @@ def test_rounding_activations_costs_no_more_than_stated(form: str) -> None:
         weight = of_form(form, num_outputs, num_inputs)
         weight_OI = weight.dequantised().double()
         x_TI = random(5, num_inputs, seed=8).bfloat16()
-        found = PackedQuantised(weight, torch.bfloat16)(x_TI).double()
+        actual = PackedQuantised(weight, torch.bfloat16)(x_TI).double()
         exact = x_TI.double() @ weight_OI.T
         piece = 16 if weight.group_size == 16 else 32
         pieces = zip(torch.split(x_TI.double(), piece, 1), torch.split(weight_OI, piece, 1), strict=True)
         bound = sum((x.abs().amax(1, keepdim=True) / 254 * w.abs().sum(1) for x, w in pieces), torch.zeros(()).double())
         if weight.group_size % piece == 0:
-            assert ((found - exact).abs() <= bound * (1 + 1e-5) + 2**-8 * (exact.abs() + bound) + 1e-6).all()
+            assert ((actual - exact).abs() <= bound * (1 + 1e-5) + 2**-8 * (exact.abs() + bound) + 1e-6).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -129,15 +129,15 @@ def test_a_gated_product_is_the_gate_of_the_product(form: str, dtype: torch.dtyp
         for num_rows in ROWS:
             x_TI = random(num_rows, num_inputs, seed=8).to(dtype)
             for bias in (None, bias_O):
-                found = PackedQuantised(weight, dtype, gated=True)(x_TI, bias)
-                assert torch.equal(found, cpu.silu_mul(PackedQuantised(weight, dtype)(x_TI, bias)))
+                actual = PackedQuantised(weight, dtype, gated=True)(x_TI, bias)
+                assert torch.equal(actual, cpu.silu_mul(PackedQuantised(weight, dtype)(x_TI, bias)))
 
 
 def test_padding_adds_outputs_of_zero() -> None:
     weight = with_zeros(4, 128, 21, 256)
     x_TI = random(3, 256).bfloat16()
-    found = PackedQuantised(weight, torch.bfloat16, padding=12)(x_TI)
-    assert torch.equal(found, torch.nn.functional.pad(PackedQuantised(weight, torch.bfloat16)(x_TI), (0, 12)))
+    actual = PackedQuantised(weight, torch.bfloat16, padding=12)(x_TI)
+    assert torch.equal(actual, torch.nn.functional.pad(PackedQuantised(weight, torch.bfloat16)(x_TI), (0, 12)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -157,10 +157,10 @@ def test_inputs_may_stand_in_any_order_and_in_cut_groups(dtype: torch.dtype) -> 
         assert can_pack(weight, dtype)
         x_TI = random(6, weight.num_inputs, seed=8).to(dtype)
         weight_OI = weight.dequantised().double()
-        found = PackedQuantised(weight, dtype)(x_TI).double()
+        actual = PackedQuantised(weight, dtype)(x_TI).double()
         exact, sizes = x_TI.double() @ weight_OI.T, x_TI.double().abs() @ weight_OI.abs().T
         worst = 1 / 60 if dtype == torch.bfloat16 else 4e-6
-        assert ((found - exact).abs() <= worst * sizes).all()
+        assert ((actual - exact).abs() <= worst * sizes).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -174,8 +174,8 @@ def test_a_code_may_be_a_place_in_a_table(table: torch.Tensor, dtype: torch.dtyp
         for num_rows in ROWS:
             x_TI = random(num_rows, num_inputs, seed=8).to(dtype)
             integer = dtype == torch.bfloat16 and table is not NF4
-            given = rounded(weight, x_TI) if integer else x_TI.double()
-            assert_close(packed(x_TI), given @ weight_OI.T, given.abs() @ weight_OI.abs().T)
+            inputs = rounded(weight, x_TI) if integer else x_TI.double()
+            assert_close(packed(x_TI), inputs @ weight_OI.T, inputs.abs() @ weight_OI.abs().T)
 
 
 ROUNDINGS = {
@@ -231,8 +231,8 @@ def test_the_largest_sum_of_integers_fits(num_inputs: int) -> None:
     codes = torch.full((16, num_inputs), 255, dtype=torch.uint8)
     scale = GroupValues(value_OB=torch.ones(16, 1))
     weight = grouped(8, num_inputs, 16, num_inputs, codes_OW=codes, zero=0, scale=scale, activations=rounding)
-    found = PackedQuantised(weight, torch.float32)(torch.full((9, num_inputs), -128.0))
-    assert (found == -128.0 * 255 * num_inputs).all()
+    actual = PackedQuantised(weight, torch.float32)(torch.full((9, num_inputs), -128.0))
+    assert (actual == -128.0 * 255 * num_inputs).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -249,8 +249,8 @@ def test_rows_can_be_read_where_they_are_packed(form: str, dtype: torch.dtype) -
         else:
             weight = of_form(form, num_outputs, num_inputs)
         rows_T = torch.tensor([0, num_outputs - 1, 7, 7, 16])
-        found = PackedQuantised(weight, dtype, padding=3).rows(rows_T)
-        assert torch.equal(found, weight.dequantised()[rows_T].to(dtype))
+        actual = PackedQuantised(weight, dtype, padding=3).rows(rows_T)
+        assert torch.equal(actual, weight.dequantised()[rows_T].to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -263,13 +263,13 @@ def test_outliers_are_multiplied_as_they_are(gated: bool, dtype: torch.dtype) ->
         packed = PackedQuantised(weight, dtype, gated=gated)
         x_TI = random(9, num_inputs, seed=8).to(dtype)
         x_TI[3] /= 8  # without
-        found, exact_TO = packed(x_TI), product(weight, x_TI).double()
+        actual, exact_TO = packed(x_TI), product(weight, x_TI).double()
         if gated:
-            torch.testing.assert_close(found, cpu.silu_mul(exact_TO.to(dtype)), rtol=2e-2, atol=1e-4)
+            torch.testing.assert_close(actual, cpu.silu_mul(exact_TO.to(dtype)), rtol=2e-2, atol=1e-4)
         else:
-            assert_close(found, exact_TO, x_TI.double().abs() @ weight.dequantised().double().abs().T)
+            assert_close(actual, exact_TO, x_TI.double().abs() @ weight.dequantised().double().abs().T)
         for row in range(9):
-            assert torch.equal(packed(x_TI[row : row + 1])[0], found[row])
+            assert torch.equal(packed(x_TI[row : row + 1])[0], actual[row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -286,17 +286,17 @@ def test_products_of_weights_that_share_the_inputs_are_added_up(dtype: torch.dty
     x_TI = random(70, num_inputs, seed=8).to(dtype)
     weight_OI = torch.stack([weight.dequantised().double() for weight in weights]).sum(0)
     sizes = x_TI.double().abs() @ weight_OI.abs().T
-    found, biased = packed(x_TI), packed(x_TI, bias_O)
-    assert not found[:, num_outputs:].any()
+    actual, biased = packed(x_TI), packed(x_TI, bias_O)
+    assert not actual[:, num_outputs:].any()
     assert torch.equal(biased[:, num_outputs:], bias_O[num_outputs:].expand(70, 2))
     worst = 1 / 60 if dtype == torch.bfloat16 else 4e-6
     exact = x_TI.double() @ weight_OI.T
-    assert ((found[:, :num_outputs].double() - exact).abs() <= worst * sizes).all()
+    assert ((actual[:, :num_outputs].double() - exact).abs() <= worst * sizes).all()
     if dtype == torch.float32:
         first, second, third = (term(x_TI) for term in terms)
-        assert torch.equal(found[:, :num_outputs], first + second + third)
+        assert torch.equal(actual[:, :num_outputs], first + second + third)
     for num_rows in ROWS:
-        assert torch.equal(packed(x_TI[:num_rows]), found[:num_rows])
+        assert torch.equal(packed(x_TI[:num_rows]), actual[:num_rows])
 
 
 def test_what_compiled_code_does_not_take_is_refused() -> None:
@@ -311,9 +311,9 @@ def test_what_compiled_code_does_not_take_is_refused() -> None:
 def test_a_number_that_is_none_is_not_hidden(strange: float) -> None:
     x_TI = random(3, 128).bfloat16()
     x_TI[1, 70] = strange
-    found = PackedQuantised(grouped(4, 128, 20, 128), torch.bfloat16)(x_TI)
-    assert found[1].isnan().all()
-    assert found[[0, 2]].isfinite().all()
+    actual = PackedQuantised(grouped(4, 128, 20, 128), torch.bfloat16)(x_TI)
+    assert actual[1].isnan().all()
+    assert actual[[0, 2]].isfinite().all()
 
 
 @contextmanager

@@ -419,8 +419,8 @@ def test_every_rank_moves_its_own_heads() -> None:
             leader.close()
         assert shelf.values[6:] == [1, 2]
         assert far_shelf.values[6:] == [101, 102]
-        for one in (wire, far_wire):
-            assert (one.expected, one.opened, one.cancelled, one.under_way) == ([ADDRESS], ["t"], ["t"], {})
+        for side in (wire, far_wire):
+            assert (side.expected, side.opened, side.cancelled, side.under_way) == ([ADDRESS], ["t"], ["t"], {})
 
 
 def test_a_chunk_is_told_of_when_every_rank_has_it() -> None:

@@ -46,7 +46,7 @@ def test_a_matrix_of_requests_has_the_answers_of_no_speculation(tmp_path: Path, 
     growing = [grows_to_3_blocks(number) for number in range(4)]  # 12 blocks, of 6
     plain, own, half_right = compare(spelling(tmp_path), dtype, 28, before=growing, num_blocks=6, proposers=ways)
     assert (own.different, half_right.different) == ((), ())
-    assert min(one.num_preemptions for one in (plain, own, half_right)) > 0
+    assert min(case.num_preemptions for case in (plain, own, half_right)) > 0
     assert own.num_drafted > 100
     assert half_right.num_accepted > 50
 
@@ -67,8 +67,8 @@ def test_drafts_change_no_answer_of_other_caches_and_layers(
         engine.scheduler.speculation = None
         plain = answer(engine, prompts, params)
     with colocated(config) as engine:
-        known = {str(number): output.token_ids for number, output in enumerate(plain)}
-        engine.scheduler.speculation = speculation = drafted(engine, known)
+        continuations = {str(number): output.token_ids for number, output in enumerate(plain)}
+        engine.scheduler.speculation = speculation = drafted(engine, continuations)
         again = answer(engine, prompts, params)
     assert [output.token_ids for output in again] == [output.token_ids for output in plain]
     assert speculation.counts.num_accepted > 10

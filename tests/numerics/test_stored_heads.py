@@ -73,5 +73,5 @@ def test_a_decoder_without_a_head_has_the_vectors_of_transformers(
     config = WorkerConfig(model=str(folder), device="cpu", num_blocks=64)
     with colocated(config) as engine:
         [vector] = answer(engine, [TOKENS], [SamplingParams(max_tokens=1, pooling="last")])
-    found = torch.from_numpy(np.frombuffer(vector.updates[-1].embedding, dtype=np.float32).copy())
-    assert_close(found, oracle(torch.tensor([TOKENS])).last_hidden_state[0, -1])
+    vector_E = torch.from_numpy(np.frombuffer(vector.updates[-1].embedding, dtype=np.float32).copy())
+    assert_close(vector_E, oracle(torch.tensor([TOKENS])).last_hidden_state[0, -1])

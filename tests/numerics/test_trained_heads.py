@@ -44,13 +44,13 @@ def test_a_head_is_trained_on_what_it_drafts(tmp_path: Path) -> None:
     for seed in range(6):
         tokens = torch.randint(3, VOCAB_SIZE, (9 + seed,), generator=torch.Generator().manual_seed(seed)).tolist()
         drafts = head_twins.eagle3_drafts(tensors, target, tokens, 4, before=False)
-        known = torch.tensor([[*tokens, *drafts[:3]]])
+        sequence = torch.tensor([[*tokens, *drafts[:3]]])
         with torch.no_grad():
-            states = target.model(known, output_hidden_states=True).hidden_states
-            steps = head.unroll(states, target.model.get_input_embeddings()(known), 4)
+            states = target.model(sequence, output_hidden_states=True).hidden_states
+            steps = head.unroll(states, target.model.get_input_embeddings()(sequence), 4)
             last = medusa(states[-1][:, len(tokens) - 2])
         assert [int(ids[logits[0, -1].argmax()]) for logits in steps] == drafts
-        assert [int(one.argmax()) for one in last] == head_twins.medusa_drafts(medusa_tensors, target, tokens, 3)
+        assert [int(logits.argmax()) for logits in last] == head_twins.medusa_drafts(medusa_tensors, target, tokens, 3)
 
 
 def heads_config(speculate: str) -> WorkerConfig:
@@ -86,8 +86,8 @@ def test_heads_of_the_demo_model_draft_as_well_apart(kind: str) -> None:
         expected = [answer(engine, [prompt], params)[0].token_ids for prompt in prompts]
         first, alone = acceptance(engine)
     with disaggregated(config, config) as (prefill, decode):
-        found = [handed_over(prefill, decode, prompt, params, f"r{number}") for number, prompt in enumerate(prompts)]
+        outputs = [handed_over(prefill, decode, prompt, params, f"r{number}") for number, prompt in enumerate(prompts)]
         _, apart = acceptance(decode.engine)
-    assert found == expected
+    assert outputs == expected
     assert first > 0.2, "the heads belong to this model"
     assert abs(apart - alone) <= 0.05 * alone

@@ -42,9 +42,9 @@ def test_the_older_config_file_is_read(tmp_path: Path) -> None:
     older = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
     oracle = write_quantised("llama", tmp_path, awq(), None, beside={"quant_config.json": older})
     assert_served(tmp_path, oracle)
-    found = read_config(tmp_path).weight_format
-    assert found is not None
-    assert found.label == "awq-int4-g32"
+    weight_format = read_config(tmp_path).weight_format
+    assert weight_format is not None
+    assert weight_format.label == "awq-int4-g32"
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ def test_int8_is_served(tmp_path: Path) -> None:
     oracle = write_quantised("qwen3", tmp_path, int8_rows, INT8)
     round_inputs(oracle, 2, "int8")
     assert_near(tmp_path, oracle, tp=2)
-    found = read_config(tmp_path).weight_format
-    assert found is not None
-    assert found.label == "bitsandbytes-int8"
+    weight_format = read_config(tmp_path).weight_format
+    assert weight_format is not None
+    assert weight_format.label == "bitsandbytes-int8"
 
 
 @pytest.mark.parametrize(

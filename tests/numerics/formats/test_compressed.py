@@ -140,9 +140,9 @@ def test_targets_and_ignored_layers_are_names_patterns_or_classes(tmp_path: Path
     }
     oracle = write_quantised("llama", tmp_path, encode, config)
     assert_served(tmp_path, oracle, tp=2)
-    found = read_config(tmp_path).weight_format
-    assert found is not None
-    assert found.label == "compressed-tensors-int4-g32-mixed"
+    weight_format = read_config(tmp_path).weight_format
+    assert weight_format is not None
+    assert weight_format.label == "compressed-tensors-int4-g32-mixed"
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def write_with_oracle(family: str, folder: Path, encode: Encode, config: dict[st
         stored |= {f"{layer}.{suffix}": tensor.contiguous().clone() for suffix, tensor in encoded[0].items()}
         tensors[name] = encoded[1]
     save_file(stored, folder / "model.safetensors")
-    given = json.loads((floats / "config.json").read_text()) | {"quantization_config": config}
-    (folder / "config.json").write_text(json.dumps(given))
+    merged = json.loads((floats / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(merged))
     return oracle_of(floats, tensors)
 
 
@@ -132,7 +132,7 @@ def test_gpt_oss_in_mxfp4(tp: int, tmp_path: Path) -> None:
         scales = torch.randint(122, 125, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         del stored[name]
-        weights = [mxfp4_weight(*one).dequantised() for one in zip(blocks, scales, strict=True)]
+        weights = [mxfp4_weight(*parts).dequantised() for parts in zip(blocks, scales, strict=True)]
         tensors[name] = torch.stack(weights).transpose(1, 2)
     save_file(stored, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "floats" / "config.json").read_text())

@@ -122,8 +122,8 @@ def test_shards_are_served_as_one_model(tmp_path: Path) -> None:
     oracle = make_checkpoint("llama", tmp_path / "hf")
     path = convert(tmp_path / "hf", tmp_path / "model.gguf", "F32", shards=3)
     assert path.name == "model-00001-of-00003.gguf"
-    for given in (path, tmp_path):
-        assert_served(given, oracle)
+    for location in (path, tmp_path):
+        assert_served(location, oracle)
 
 
 def test_the_config_is_that_of_the_folder(tmp_path: Path) -> None:

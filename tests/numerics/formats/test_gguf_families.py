@@ -72,27 +72,27 @@ FAMILIES: list[tuple[str, str, dict[str, Any], int]] = [
 def values_of(path: Path) -> dict[str, torch.Tensor]:
     """By Hugging Face's names, experts apart."""
     with open_source(path) as source:
-        found = {}
+        values = {}
         for name in source.names():
             stored = source.describe(name)
             read = source.read(name, 0, slice(0, stored.shape[0]))
-            found[name] = (
+            values[name] = (
                 weight_of_blocks(stored.dtype, read).dequantised() if stored.dtype in QUANTISED else read.float()
             )
-        return found
+        return values
 
 
 def stored_oracle(family: str, folder: Path, kind: str, overrides: dict[str, Any], **how: Any) -> tuple[Path, Any]:
     """folder/model.gguf, and the transformers model with its values, which are near those that it was made of."""
     make_checkpoint(family, folder / "hf", **overrides)
     path = convert(folder / "hf", folder / "model.gguf", kind, **how)
-    tensors, found = load_file(folder / "hf" / "model.safetensors"), values_of(path)
+    tensors, values = load_file(folder / "hf" / "model.safetensors"), values_of(path)
     if family == "gpt_oss":
-        found |= stacked(found, tensors)
+        values |= stacked(values, tensors)
     for name, original in tensors.items():
-        error = (found[name] - original).norm() / original.norm()
+        error = (values[name] - original).norm() / original.norm()
         assert error < {"Q4_0": 0.15, "MXFP4": 0.2}.get(kind, 0.01), (name, error)
-    return path, oracle_of(folder / "hf", {name: found[name] for name in tensors})
+    return path, oracle_of(folder / "hf", {name: values[name] for name in tensors})
 
 
 def stacked(found: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

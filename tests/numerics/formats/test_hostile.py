@@ -72,7 +72,7 @@ def spoiled(data: st.DataObject, value: Any) -> Any:
         key = data.draw(st.sampled_from(sorted(value)))
         if data.draw(st.booleans()) or not isinstance(value[key], dict | list):
             return {**value, key: data.draw(VALUES)} if data.draw(st.integers(0, 5)) else {
-                one: kept for one, kept in value.items() if one != key
+                name: item for name, item in value.items() if name != key
             }  # fmt: skip
         return {**value, key: spoiled(data, value[key])}
     if isinstance(value, list) and value:

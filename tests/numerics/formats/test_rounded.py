@@ -71,9 +71,9 @@ def test_the_layers_are_those_that_baton_quantize_writes(tmp_path: Path) -> None
     recipe = QuantiseRecipe(method="rtn", bits=8, group_size=128)
     quantise(tmp_path / "float", tmp_path / "out", recipe, [], lambda *_: None)
     tokens = random_tokens(20)
-    one = PagedRun(load_model(tmp_path / "float", quantize="int8")).step([("a", tokens, 20)])[0]
+    logits = PagedRun(load_model(tmp_path / "float", quantize="int8")).step([("a", tokens, 20)])[0]
     other = PagedRun(load_model(tmp_path / "out")).step([("a", tokens, 20)])[0]
-    assert float((one - other).abs().max()) < 0.02 * float(other.abs().max())
+    assert float((logits - other).abs().max()) < 0.02 * float(other.abs().max())
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:

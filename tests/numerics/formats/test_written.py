@@ -28,7 +28,7 @@ TEXT = [random_tokens(40, seed=seed) for seed in range(24)]
 
 def dequantised(folder: Path) -> dict[str, torch.Tensor]:
     """All weights of a written folder in float32, unpacked by the format's rules."""
-    found = {}
+    weights = {}
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for name, tensor in tensors.items():
@@ -40,10 +40,10 @@ def dequantised(folder: Path) -> dict[str, torch.Tensor]:
             scale = tensors[f"{layer}.weight_scale"].float()
             scale = scale.repeat_interleave(num_inputs // scale.shape[1], dim=1)
             assert scale.shape == (num_outputs, num_inputs)
-            found[f"{layer}.weight"] = (codes - 2 ** (bits - 1)) * scale
+            weights[f"{layer}.weight"] = (codes - 2 ** (bits - 1)) * scale
         elif suffix not in ("weight_scale", "weight_shape"):
-            found[name] = tensor.float()
-    return found
+            weights[name] = tensor.float()
+    return weights
 
 
 def write(folder: Path, method: Any, bits: Any, **overrides: Any) -> tuple[Any, Path]:

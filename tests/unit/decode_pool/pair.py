@@ -224,8 +224,8 @@ class Pair:
         max_tokens: int = NUM_ANSWER,
     ) -> None:
         """Hands the request over, with the token that prefill has made (or would have)."""
-        given = expected(prompt_ids, 1) if first is None else first
-        self.decode.engine.submit(_request(request_id, prompt_ids, given, ticket, max_tokens), self.now)
+        tokens = expected(prompt_ids, 1) if first is None else first
+        self.decode.engine.submit(_request(request_id, prompt_ids, tokens, ticket, max_tokens), self.now)
 
     def start(self, request_id: str, prompt_ids: tuple[int, ...], **changes: Any) -> Ticket:
         ticket = self.reserve(request_id, prompt_ids, **changes)

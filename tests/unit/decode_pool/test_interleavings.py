@@ -82,9 +82,9 @@ class TwoPools(RuleBasedStateMachine):
     @rule(which=st.integers(0, 30))
     def a_message_arrives(self, which: int) -> None:
         """Any of those under way, not only the oldest."""
-        kept = self.pair.post.kept
-        if kept:
-            kept.pop(which % len(kept))()
+        held = self.pair.post.kept
+        if held:
+            held.pop(which % len(held))()
 
     @rule(number=NUMBERS, side=SIDES)
     def abort(self, number: int, side: str) -> None:
@@ -137,8 +137,8 @@ class TwoPools(RuleBasedStateMachine):
         if not hasattr(self, "pair"):
             return
         self.pair.finish()
-        known = {peer_name(address) for address in self.addresses.values()}
-        assert {lane.peer for lane in self.pair.decode_role._transfers.lanes()} <= known, (
+        names = {peer_name(address) for address in self.addresses.values()}
+        assert {lane.peer for lane in self.pair.decode_role._transfers.lanes()} <= names, (
             "a lane to a life that is over"
         )
         for name, number in self.handed_over.items():

@@ -68,14 +68,14 @@ class Pool:
 
     def ask_to_move(self, request_id: str, *, room: int = 16, lease_s: float = LEASE_S) -> Ticket:
         """Room for so many tokens more than there are now."""
-        known = self.asked[request_id].prompt_ids + self.old.tokens[request_id]
+        tokens = self.asked[request_id].prompt_ids + self.old.tokens[request_id]
         new_role = self.new.scheduler.role
         assert isinstance(new_role, DecodeRole)
         ticket = new_role.reserve(
             ReserveRequest(
                 request_id=request_id,
-                prompt_ids=known[:-1],
-                num_tokens=len(known) - 1 + room,
+                prompt_ids=tokens[:-1],
+                num_tokens=len(tokens) - 1 + room,
                 source=OLD,
                 source_layout=LAYOUT,
                 lease_s=lease_s,

@@ -167,14 +167,14 @@ class Two:
         self.old.submit(request)
         while len(self.old.tokens.get(request_id, ())) < before:
             self.step()
-        known = (*prompt_ids, *self.old.tokens[request_id])
-        ticket = self.new.reserve(request_id, known[:-1], self.old, room=24)
+        tokens = (*prompt_ids, *self.old.tokens[request_id])
+        ticket = self.new.reserve(request_id, tokens[:-1], self.old, room=24)
         self.old.engine.migrate(MoveRequest(request_id=request_id, ticket=ticket), 0.0)
         while request_id not in self.old.ended:
             self.step()
         if self.old.ended[request_id] is FinishReason.MOVED:
-            given = tuple(self.old.tokens[request_id])
-            self.new.submit(replace(request, output_ids=given, ticket=ticket))
+            output = tuple(self.old.tokens[request_id])
+            self.new.submit(replace(request, output_ids=output, ticket=ticket))
         else:
             self.new.engine.abort([request_id])
         self.finish()

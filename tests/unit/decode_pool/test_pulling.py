@@ -143,9 +143,9 @@ def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
         ticket_id="r/pull", generation=1, lease_s=9.0, block_ids=tuple(range(10)), num_cached_tokens=there,
         layout=replace(LAYOUT, block_size=there), destination=DECODE,
     )  # fmt: skip
-    found = outgoing.share(ticket, hashes, 0.0)
+    shared = outgoing.share(ticket, hashes, 0.0)
     outgoing.tick(0.0)
-    assert found == num_blocks
+    assert shared == num_blocks
     ((first, count, blocks),) = pushed
     assert (first, count) == (0, num_blocks)
     assert blocks == [held[index] for index in own]
@@ -390,12 +390,12 @@ def test_a_prefill_worker_pulls_from_decode_and_pushes_what_it_computes() -> Non
     pair.finish()
     answer = expected(SHARED[:17])
     turn = (*SHARED[:17], *answer, 5, 6, 7, 8, 9)
-    known = turn[:20]
+    prefix = turn[:20]
     pull = pair.prefill_role.reserve(
-        ReserveRequest(request_id="r/pull", prompt_ids=known, source=DECODE, source_layout=LAYOUT), pair.now
+        ReserveRequest(request_id="r/pull", prompt_ids=prefix, source=DECODE, source_layout=LAYOUT), pair.now
     )
     assert pull.num_cached_tokens == 16, "the prompt of the first turn"
-    shared = pair.decode.engine.share(ShareRequest(ticket=pull, hashes=tuple(chain_hashes(known, SIZE))), pair.now)
+    shared = pair.decode.engine.share(ShareRequest(ticket=pull, hashes=tuple(chain_hashes(prefix, SIZE))), pair.now)
     assert shared == 1
     before = pair.prefill.runner.num_computed
     ticket = pair.reserve("r", turn)

@@ -35,22 +35,22 @@ def test_it_goes_on_with_an_answer_whose_decode_worker_died() -> None:
     pair = Pair()
     pair.decode.engine.submit(asked(), pair.now)
     pair.step(5)
-    given = pair.decode.tokens["r"]
-    pair.prefill.engine.submit(replace(asked(), request_id="r.2", output_ids=given), pair.now)
+    tokens = pair.decode.tokens["r"]
+    pair.prefill.engine.submit(replace(asked(), request_id="r.2", output_ids=tokens), pair.now)
     pair.decode.engine.abort(["r"])
     pair.finish()
-    weights = [DECODE_WEIGHT] * len(given) + [PREFILL_WEIGHT] * (20 - len(given))
-    assert given + pair.prefill.tokens["r.2"] == made_by(weights, prompt(9), GREEDY)
+    weights = [DECODE_WEIGHT] * len(tokens) + [PREFILL_WEIGHT] * (20 - len(tokens))
+    assert tokens + pair.prefill.tokens["r.2"] == made_by(weights, prompt(9), GREEDY)
 
 
 def moves(pair: Pair) -> None:
     """The sequence "r" goes from decode to prefill with its KV, as a gateway would have it."""
-    known = asked().prompt_ids + pair.decode.tokens["r"]
+    tokens = asked().prompt_ids + pair.decode.tokens["r"]
     ticket = pair.prefill_role.reserve(
         ReserveRequest(
             request_id="r.2",
-            prompt_ids=known[:-1],
-            num_tokens=len(known) + 15,
+            prompt_ids=tokens[:-1],
+            num_tokens=len(tokens) + 15,
             source=DECODE,
             source_layout=LAYOUT,
             lease_s=LEASE_S,

@@ -29,8 +29,8 @@ class TwoWriters(RuleBasedStateMachine):
     @initialize(patience=st.integers(0, 3))
     def begin(self, patience: int) -> None:
         self.pool = Pool(old_blocks=18, new_blocks=24, staged_blocks=2, host_slots=40)
-        for number, known in enumerate(PROMPTS):
-            self.pool.run(f"0-{number}", known, PARAMS)
+        for number, prompt_ids in enumerate(PROMPTS):
+            self.pool.run(f"0-{number}", prompt_ids, PARAMS)
             self.pool.finish()
         self.pool.old.copies.patience = patience
         self.pool.post.holding = True
@@ -75,9 +75,9 @@ class TwoWriters(RuleBasedStateMachine):
     def pull(self, number: int) -> None:
         """Reads tokens that an eviction cut off or that were never cached."""
         self.attempts += 1
-        name, known = f"{self.attempts}-pulls", PROMPTS[number]
+        name, ids = f"{self.attempts}-pulls", PROMPTS[number]
         asked = ReserveRequest(
-            request_id=f"{name}/pull", prompt_ids=known[: len(known) // SIZE * SIZE], source=OLD, source_layout=LAYOUT,
+            request_id=f"{name}/pull", prompt_ids=ids[: len(ids) // SIZE * SIZE], source=OLD, source_layout=LAYOUT,
             lease_s=LEASE_S,
         )  # fmt: skip
         ticket: Ticket | None = None
@@ -91,7 +91,7 @@ class TwoWriters(RuleBasedStateMachine):
         if ticket is None:
             self.pool.new.engine.abort([asked.request_id])
         self.read[name] = number
-        request = GenerateRequest(request_id=name, prompt_ids=known, sampling=PARAMS, pull=ticket)
+        request = GenerateRequest(request_id=name, prompt_ids=ids, sampling=PARAMS, pull=ticket)
         self.pool.new.engine.submit(request, self.pool.now)
 
     @rule(which=st.integers(0, 9), side=st.sampled_from(["old", "new"]), pulls=st.booleans())
@@ -114,8 +114,8 @@ class TwoWriters(RuleBasedStateMachine):
     def step(self, count: int, which: list[int]) -> None:
         """Some of the messages under way arrive, and not only the oldest."""
         for number in which:
-            if kept := self.pool.post.kept:
-                kept.pop(number % len(kept))()
+            if held := self.pool.post.kept:
+                held.pop(number % len(held))()
         self.pool.step(count)
         self.go_on()
 

@@ -115,9 +115,9 @@ def test_the_template_takes_developer_for_system_and_refuses_other_roles(
 
 def card_loss(part: str) -> Loss:
     """The loss that the model card claims for one part of the held-out sample."""
-    found = re.search(rf"^\| {part} \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|$", (MODEL / "README.md").read_text(), re.M)
-    assert found, f"the card has no line for {part}"
-    nats, bits, tokens = found.groups()
+    match = re.search(rf"^\| {part} \| ([\d.]+) \| ([\d.]+) \| ([\d,]+) \|$", (MODEL / "README.md").read_text(), re.M)
+    assert match, f"the card has no line for {part}"
+    nats, bits, tokens = match.groups()
     return Loss(nats=float(nats), bits_per_byte=float(bits), num_tokens=int(tokens.replace(",", "")))
 
 

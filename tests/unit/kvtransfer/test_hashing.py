@@ -28,9 +28,9 @@ def test_only_full_blocks_have_a_hash() -> None:
 @given(TOKENS, TOKENS)
 def test_a_chain_may_be_extended(before: list[int], after: list[int]) -> None:
     before = before[: len(before) // 4 * 4]
-    known = chain_hashes(before, 4, salt=b"s")
-    extended = chain_hashes(after, 4, salt=b"s", parent=known[-1] if known else None)
-    assert known + extended == chain_hashes(before + after, 4, salt=b"s")
+    prefix = chain_hashes(before, 4, salt=b"s")
+    extended = chain_hashes(after, 4, salt=b"s", parent=prefix[-1] if prefix else None)
+    assert prefix + extended == chain_hashes(before + after, 4, salt=b"s")
 
 
 @given(TOKENS, st.integers(0, 39))

@@ -51,12 +51,12 @@ def test_what_is_left_is_within_bounds_and_the_best_used(
     idle: Mapping[str, float], needed: set[str], bound: int
 ) -> None:
     gone = set(superfluous(lanes(idle), needed, LaneConfig(max_lanes=bound, idle_timeout_s=60.0)))
-    kept = idle.keys() - gone
+    left = idle.keys() - gone
     assert not gone & needed
-    assert len(kept) <= max(bound, len(needed & idle.keys()))
-    assert all(idle[peer] <= 60.0 for peer in kept - needed)
+    assert len(left) <= max(bound, len(needed & idle.keys()))
+    assert all(idle[peer] <= 60.0 for peer in left - needed)
     for peer in gone:
-        assert all(idle[other] <= idle[peer] for other in kept - needed), "one used less recently was kept instead"
+        assert all(idle[other] <= idle[peer] for other in left - needed), "one used less recently was kept instead"
 
 
 def test_a_ticket_is_refused_that_would_need_one_lane_too_many() -> None:
@@ -78,11 +78,11 @@ def test_settings_that_cannot_be_are_refused_by_name(name: str, value: object) -
 @pytest.mark.parametrize("state", ["quarantined", "stuck"])
 def test_no_ticket_is_made_with_a_peer_whose_lane_hangs(state: str) -> None:
     sick, well = lanes({"a": 1.0, "b": 1.0})
-    known = [replace(sick, state=state, reason="nothing moved"), well]
-    require_health("b", known)
-    require_health("unknown", known)
+    states = [replace(sick, state=state, reason="nothing moved"), well]
+    require_health("b", states)
+    require_health("unknown", states)
     with pytest.raises(TransferFailed, match=f"between here and a is {state}: nothing moved") as raised:
-        require_health("a", known)
+        require_health("a", states)
     assert raised.value.retry_after_s
 
 

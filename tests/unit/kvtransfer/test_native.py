@@ -106,15 +106,15 @@ def test_a_processor_is_given_the_best_it_can_run_and_never_more(
     for instructions in instruction_sets():
         prebuild_path = prebuilt_folder / prebuilt.file_name("twice", instructions, ["-O1"], [source])
         prebuild_path.touch()
-    amx, bf16, v4, v3, v1 = (one.needs for one in instruction_sets())
+    amx, bf16, v4, v3, v1 = (option.needs for option in instruction_sets())
     for has, name in (
         (amx, "amx"), (amx | {"sse2"}, "amx"), (amx - {"amx_tile"}, "bf16"), (bf16, "bf16"), (v4, "v4"), (v3, "v3"),
         (v4 - {"fma"}, "v1"), (v1, "v1"),
     ):  # fmt: skip
         monkeypatch.setattr(prebuilt, "processor_flags", lambda has=has: frozenset(has))
-        found = prebuilt.find("twice", ["-O1"], [source])
-        assert found is not None
-        assert found.name.startswith(f"twice-{name}-")
+        library = prebuilt.find("twice", ["-O1"], [source])
+        assert library is not None
+        assert library.name.startswith(f"twice-{name}-")
 
 
 def test_the_flags_of_this_processor_are_read() -> None:

@@ -76,10 +76,10 @@ def test_what_is_left_goes_in_groups_of_layers(num_layers: int, num_left: int, l
     )
     assert all((stop - start) * num_left * LAYOUT.block_bytes >= least for start, stop in groups[:-1])
     push.sent(piece(0, 4), 1.0)
-    for one in chunks:
+    for item in chunks:
         assert push.num_sent < 4 + num_left
         assert push.expired(12.0)
-        push.sent(one, 1.0)
+        push.sent(item, 1.0)
     assert push.num_sent == 4 + num_left
     assert not push.expired(1000.0)
 

@@ -143,10 +143,10 @@ def test_every_cell_lands_where_its_token_belongs(
             assert (layer, head + left) == (cell[0], cell[2] + right)
             assert (block == -1 and token >= num_tokens) or block * source.block_size + offset == token
         written[part.destination].update(landed)
-    for rank, found in enumerate(written):
-        assert set(found.values()) == {1}
+    for rank, rank_cells in enumerate(written):
+        assert set(rank_cells.values()) == {1}
         cells_of_a_rank = len(chunk.layers(destination)) * count * size * len(heads_of(destination, rank))
-        assert len(found) == cells_of_a_rank
+        assert len(rank_cells) == cells_of_a_rank
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_an_ended_ticket_gives_its_blocks_back_and_believes_nobody(ledger: Ledge
         if num_landed == 3:
             assert not ended, "what has arrived needs its source no more"
             return
-    assert [found.block_ids for found in ended if found] == [(10, 11, 12)]
+    assert [ticket.block_ids for ticket in ended if ticket] == [(10, 11, 12)]
     assert land(ledger, chunk(2)) == ()
     assert ledger.state("r1", 1) is (TicketState.EXPIRED if end == "expire" else TicketState.ABORTED)
     assert ledger.abort("r1", "again") is None
@@ -168,9 +168,9 @@ def test_progress_extends_a_lease_and_silence_ends_it(ledger: Ledger) -> None:
 
 def test_asking_again_with_the_same_generation_finds_the_same_reservation(ledger: Ledger) -> None:
     land(ledger, chunk(0))
-    found = ledger.renew("r1", 1, 2.0)
-    assert found is not None
-    assert found.ticket.block_ids == (10, 11, 12)
+    ticket = ledger.renew("r1", 1, 2.0)
+    assert ticket is not None
+    assert ticket.ticket.block_ids == (10, 11, 12)
     assert ledger.state("r1", 1) is TicketState.SENDING
 
 

@@ -209,8 +209,8 @@ class FakeWorker:
         return token_at(request.prompt_ids, index)
 
     def _store(self, request: GenerateRequest) -> None:
-        known = (*request.prompt_ids, *request.output_ids)
-        for block in chain_hashes(known, BLOCK_SIZE, salt=request.cache_salt):
+        tokens = (*request.prompt_ids, *request.output_ids)
+        for block in chain_hashes(tokens, BLOCK_SIZE, salt=request.cache_salt):
             if block not in self.blocks:
                 self.blocks[block] = None
                 self._events.append(BlockStored(hashes=(block,)))
@@ -296,7 +296,7 @@ class FakeWorker:
             short = [(sequence.request.number, update) for sequence, update in own if sequence.num_made > 1]
             short = [(number, update) for number, update in short if number and update.is_plain]
             message = StepMessage(
-                updates=tuple(update for _, update in own if all(update is not one for _, one in short)),
+                updates=tuple(update for _, update in own if all(update is not delayed for _, delayed in short)),
                 events=(events,),
                 load=self.load,
                 numbers=tuple(number for number, _ in short),
@@ -333,9 +333,9 @@ class FakeWorker:
         return self.adapters[name]
 
     def unload_adapter(self, name: str) -> bool:
-        found = self.adapters.pop(name, None)
+        adapter = self.adapters.pop(name, None)
         self._announce()
-        return found is not None
+        return adapter is not None
 
     def _announce(self) -> None:
         served = AdapterList(adapters=tuple(self.adapters.values()))
@@ -429,10 +429,10 @@ class Life(worker_pb2_grpc.WorkerServicer):
     async def _read(self, messages: AsyncIterator[Any], gateway: asyncio.Queue[StepMessage]) -> None:
         async for message in messages:
             self.worker.num_messages += 1
-            for one in (message, *message.further):
+            for part in (message, *message.further):
                 if not self.alive():
                     return
-                self.hear(one, gateway)
+                self.hear(part, gateway)
 
     def hear(self, message: Any, gateway: asyncio.Queue[StepMessage]) -> None:
         kind = message.WhichOneof("message")

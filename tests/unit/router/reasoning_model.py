@@ -26,7 +26,7 @@ CONTROLS = (
     "[TOOL_CALLS]", "[ARGS]",
 )  # fmt: skip
 
-# As Qwen3's: the model begins its reasoning, or the prompt closes it at once.
+# Qwen3's order: the model begins its reasoning, or the prompt closes it at once.
 HYBRID = (
     "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}"
     "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}<|end|>{% endfor %}"

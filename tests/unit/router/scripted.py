@@ -195,24 +195,24 @@ def tokenizer_end(tokenizer: Tokenizer) -> int:
 def token_deltas(ids: Sequence[int], job: Job, *, at_once: int = 1) -> list[TokenDelta]:
     """Tokens as an engine would give them: STOP on the last one unless max_tokens cuts before."""
     sampling = job.sampling
-    kept = list(ids[: sampling.max_tokens])
-    reason = FinishReason.STOP if len(kept) == len(ids) else FinishReason.LENGTH
-    scores = [scored(one, sampling.logprobs) for one in kept] if sampling.logprobs is not None else []
+    tokens = list(ids[: sampling.max_tokens])
+    reason = FinishReason.STOP if len(tokens) == len(ids) else FinishReason.LENGTH
+    scores = [scored(token_id, sampling.logprobs) for token_id in tokens] if sampling.logprobs is not None else []
     prompt = sampling.prompt_logprobs
     before = [scored(token_id, prompt) for token_id in job.prompt_ids[1:]] if prompt is not None else []
-    found = [
+    deltas = [
         TokenDelta(
-            token_ids=tuple(kept[at : at + at_once]),
+            token_ids=tuple(tokens[at : at + at_once]),
             logprobs=tuple(scores[at : at + at_once]),
             num_cached_tokens=len(job.prompt_ids) // 2 if at == 0 else 0,
             queue_s=0.01 if at == 0 else 0.0,
         )
-        for at in range(0, len(kept), at_once)
+        for at in range(0, len(tokens), at_once)
     ]
     vector = np.array([3, 4, *[0] * 6], dtype=np.float32).tobytes() if sampling.pooling else b""
-    found[-1] = replace(found[-1], finish_reason=reason, embedding=vector)
+    deltas[-1] = replace(deltas[-1], finish_reason=reason, embedding=vector)
     middle = len(before) // 2  # as a chunked prefill would
-    return [TokenDelta(prompt_logprobs=tuple(part)) for part in (before[:middle], before[middle:]) if part] + found
+    return [TokenDelta(prompt_logprobs=tuple(part)) for part in (before[:middle], before[middle:]) if part] + deltas
 
 
 def scored(token_id: int, num_top: int) -> Logprobs:
@@ -232,13 +232,13 @@ def make_gateway(generate: Any, **changes: Any) -> Gateway:
         eos_token_ids=frozenset({tokenizer_end(tokenizer)}),
         temperature=0.7,
     )
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "card": card,
         "template": ChatTemplate(TEMPLATE, named_tokens=tokenizer.named_tokens, added_tokens=tokenizer.added_tokens),
         "fleet": Crew(),
         "wall_clock": lambda: 1_700_000_000.5,
     }
-    return Gateway(tokenizer=tokenizer, generate=generate, **(given | changes))
+    return Gateway(tokenizer=tokenizer, generate=generate, **(fields | changes))
 
 
 @asynccontextmanager

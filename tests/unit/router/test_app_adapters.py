@@ -99,6 +99,6 @@ async def test_the_ledger_names_the_adapter_and_charges_it_like_its_model(tmp_pa
             await client.post("/v1/completions", json={"model": name, "prompt": "hello"})
     ledger.close()
     with closing(ledger_database(tmp_path / "ledger.db")) as database:
-        found = sums(database, since_s=0, until_s=10**11, by=["model"])
-    assert [(row.group["model"], row.requests) for row in found] == [("sql", 1), ("tiny", 1)]
-    assert found[0].charged_usd == found[1].charged_usd > 0
+        rows = sums(database, since_s=0, until_s=10**11, by=["model"])
+    assert [(row.group["model"], row.requests) for row in rows] == [("sql", 1), ("tiny", 1)]
+    assert rows[0].charged_usd == rows[1].charged_usd > 0

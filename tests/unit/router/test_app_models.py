@@ -204,9 +204,9 @@ async def test_the_doctor_looks_at_every_model() -> None:
     crew.workers = (replace(crew.workers[0], state="lost", reason="it hung up"),)
     async with two(big, small) as client:
         seen = await asyncio.to_thread(examine, str(client.base_url), probes=False)
-        found = findings(*(replace(one, host=None) for one in seen))
-        assert [(entry.name, entry.subject) for entry in found] == [("worker-away", "org/small: org/small-decode-0")]
-        assert summary(seen, found) == "2 workers of 2 models, 0 lanes examined: 1 finding"
+        results = findings(*(replace(view, host=None) for view in seen))
+        assert [(entry.name, entry.subject) for entry in results] == [("worker-away", "org/small: org/small-decode-0")]
+        assert summary(seen, results) == "2 workers of 2 models, 0 lanes examined: 1 finding"
         [only] = await asyncio.to_thread(examine, f"{client.base_url}/models/big", probes=False)
         assert [worker["worker_id"] for worker in only.workers] == ["big-decode-0"]
 

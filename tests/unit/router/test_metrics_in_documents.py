@@ -38,7 +38,7 @@ async def exposed() -> set[str]:
     router = build_router(config, gateway_id="gateway", registry=metrics.registry)
     families = list(metrics.registry.collect())
     await router.close()
-    return {f"{one.name}_total" if one.type == "counter" else one.name for one in families} | OF_THE_CLUSTER
+    return {f"{family.name}_total" if family.type == "counter" else family.name for family in families} | OF_THE_CLUSTER
 
 
 async def test_the_documents_name_every_series_and_no_other() -> None:

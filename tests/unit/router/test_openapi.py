@@ -191,7 +191,7 @@ OUT_OF_RANGE: tuple[dict[str, Any], ...] = (
     {"cache_salt": ""},
 )  # fmt: skip
 WRONG: tuple[tuple[str, dict[str, Any]], ...] = (
-    *((path, one) for path in ("/v1/chat/completions", "/v1/completions") for one in OUT_OF_RANGE),
+    *((path, parameter) for path in ("/v1/chat/completions", "/v1/completions") for parameter in OUT_OF_RANGE),
     ("/v1/chat/completions", {"tools": [{}]}),
     ("/v1/chat/completions", {"tools": [TOOL] * 513}),
     ("/v1/chat/completions", {"tools": [{"type": "custom"}]}),

@@ -65,8 +65,8 @@ class PageRunner:
         for group, (table, window) in enumerate(zip(row.block_tables, self.windows, strict=True)):
             first = 0 if window is None else max(0, row.start + 1 - window)
             for position in range(first, row.stop):
-                found = self.pages[table[position // self.block_size]].get(position % self.block_size)
-                assert found == self._kv(row, group, position), f"{row.request_id} reads other KV at {position}"
+                stored = self.pages[table[position // self.block_size]].get(position % self.block_size)
+                assert stored == self._kv(row, group, position), f"{row.request_id} reads other KV at {position}"
         return RowOutput(token_ids=() if row.sample is None else (self.texts[row.request_id][row.stop],))
 
     def _kv(self, row: Row, group: int, position: int) -> object:

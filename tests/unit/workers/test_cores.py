@@ -62,16 +62,16 @@ def test_ranks_take_cores_of_one_node_and_never_another_s(tmp_path: Path) -> Non
 
 def test_a_rank_that_stops_leaves_no_file(tmp_path: Path) -> None:
     folder = tmp_path / "cores"
-    one, other = Cores(folder), Cores(folder)
+    first, other = Cores(folder), Cores(folder)
     cores = [Core(cpu=cpu, node=0) for cpu in range(3)]
-    one.claim(cores, 1)
+    first.claim(cores, 1)
     other.claim(cores, 2)
-    one.release()
+    first.release()
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
     other.release()
     assert not folder.exists()
-    assert one.claim(cores, 3) == (0, 1, 2)
-    one.release()
+    assert first.claim(cores, 3) == (0, 1, 2)
+    first.release()
 
 
 def test_what_a_killed_rank_left_is_taken(tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_a_ranks_idle_threads_spin_briefly(
         "print(json.dumps([os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules]))\n"
     )
     cpu = str(min(os.sched_getaffinity(0))) if bound == "0" else bound
-    given = {"GOMP_SPINCOUNT": said, "OMP_NUM_THREADS": threads}
-    environment = {name: value for name, value in os.environ.items() if name not in given}
-    environment |= {name: value for name, value in given.items() if value is not None}
+    variables = {"GOMP_SPINCOUNT": said, "OMP_NUM_THREADS": threads}
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    environment |= {name: value for name, value in variables.items() if value is not None}
     printed = subprocess.check_output([sys.executable, "-c", program, cpu, device], env=environment, text=True)
     assert json.loads(printed) == [spins, False]

@@ -65,7 +65,7 @@ def test_a_batch_is_counted_once_for_all_its_spans() -> None:
     with timeline.span("apply", batch):
         pass
     assert Rows.num_looks == num_looks
-    told = [(one.num_rows, one.num_tokens, one.num_read, one.num_attended) for one in timeline.record()[0]]
+    told = [(entry.num_rows, entry.num_tokens, entry.num_read, entry.num_attended) for entry in timeline.record()[0]]
     assert told == [(1, 2, 7, 13)] * 2
 
 

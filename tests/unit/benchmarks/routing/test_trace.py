@@ -24,8 +24,8 @@ def trace() -> list[TraceRequest]:
 
 @pytest.fixture(scope="module")
 def figures(trace: list[TraceRequest]) -> dict[str, TraceFigures]:
-    found = compare(trace, POLICIES, num_workers=4, num_blocks=500, utilisation=0.4)
-    return {one.policy: one for one in found}
+    results = compare(trace, POLICIES, num_workers=4, num_blocks=500, utilisation=0.4)
+    return {result.policy: result for result in results}
 
 
 def test_the_default_policy_is_near_the_ideal_and_in_balance(
@@ -34,10 +34,10 @@ def test_the_default_policy_is_near_the_ideal_and_in_balance(
     """With caches of each of three sizes: where one request goes decides where a hundred go after it."""
     sizes = (485, 515)
     more = [compare(trace, ["slo"], num_workers=4, num_blocks=size, utilisation=0.4)[1] for size in sizes]
-    for one in (figures["slo"], *more):
-        assert one.of_ideal >= 0.95, row(one)
-        assert one.token_imbalance < 1.3, row(one)
-        assert one.request_imbalance < 1.5, row(one)  # of requests that are cached nearly whole a worker has more
+    for figure in (figures["slo"], *more):
+        assert figure.of_ideal >= 0.95, row(figure)
+        assert figure.token_imbalance < 1.3, row(figure)
+        assert figure.request_imbalance < 1.5, row(figure)  # of requests that are cached nearly whole a worker has more
 
 
 def test_it_finds_more_than_those_that_do_not_look_and_waits_less_than_one_that_only_looks(

@@ -19,28 +19,28 @@ def test_a_calibration_finds_the_coefficients_and_says_how_well_it_fits() -> Non
     first_tokens = [
         MeasuredStep(step=point.step, seconds=point.seconds + truth.request_s, num_requests=1) for point in points
     ]
-    found = calibrate([*points, *first_tokens])
-    assert found.request_s == pytest.approx(truth.request_s)
-    assert found.error is not None
-    assert found.error < 1e-6
-    assert [found.step_s(step) for step in steps] == pytest.approx([truth.step_s(step) for step in steps])
+    fitted = calibrate([*points, *first_tokens])
+    assert fitted.request_s == pytest.approx(truth.request_s)
+    assert fitted.error is not None
+    assert fitted.error < 1e-6
+    assert [fitted.step_s(step) for step in steps] == pytest.approx([truth.step_s(step) for step in steps])
 
 
 def test_no_coefficient_is_negative_however_noisy_the_steps() -> None:
     steps = [step_of([(1, 100)] * rows) for rows in range(1, 9)]
     falling = [MeasuredStep(step=step, seconds=0.01 / step.num_rows) for step in steps]
-    found = calibrate(falling)
-    assert min(found.base_s, found.row_s, found.token_s, found.read_s, found.attended_s) >= 0
-    assert found.error is not None
-    assert found.worst is not None
-    assert found.worst > found.error > 0
+    fitted = calibrate(falling)
+    assert min(fitted.base_s, fitted.row_s, fitted.token_s, fitted.read_s, fitted.attended_s) >= 0
+    assert fitted.error is not None
+    assert fitted.worst is not None
+    assert fitted.worst > fitted.error > 0
 
 
 def test_a_fit_that_could_not_miss_does_not_say_that_it_is_right() -> None:
-    one = MeasuredStep(step=step_of([(100, 100)]), seconds=0.01)
-    assert calibrate([one]).error is None
-    assert "too few points to know its error" in str(calibrate([one] * 3))
-    assert "calibrated on 1 step:" in str(calibrate([one]))
+    step = MeasuredStep(step=step_of([(100, 100)]), seconds=0.01)
+    assert calibrate([step]).error is None
+    assert "too few points to know its error" in str(calibrate([step] * 3))
+    assert "calibrated on 1 step:" in str(calibrate([step]))
 
 
 def test_a_profile_of_a_bench_is_its_steps(tmp_path: Path) -> None:

@@ -43,6 +43,6 @@ def test_a_planted_bug_is_found(name: str, seed: int, why: str) -> None:
         "1",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
-    assert found["seed"] == seed
-    assert why in found["why"]
+    report = json.loads(done.stdout)
+    assert report["seed"] == seed
+    assert why in report["why"]

@@ -18,7 +18,7 @@ def test_a_dry_run_goes_all_the_way(tmp_path: Path, capsys: pytest.CaptureFixtur
     told = json.loads(file.read_text())
     ways = {"gloo lane", "raw gloo", "shm lane", "memcpy"}
     assert {(row["way"], row["num_blocks"]) for row in told["throughput"]} == {(way, n) for way in ways for n in (1, 3)}
-    assert all(one["seconds"] > 0 for one in told["throughput"] + told["setup"])
+    assert all(row["seconds"] > 0 for row in told["throughput"] + told["setup"])
     assert [row["way"] for row in told["setup"]] == ["gloo lane", "shm lane"]
     assert "no figure of it means anything" in " ".join(capsys.readouterr().out.split())
 

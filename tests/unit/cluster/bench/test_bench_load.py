@@ -33,7 +33,7 @@ def line(timestamp: float = 0, tokens: int = 600, output: int = 8, ids: tuple[An
 
 def write(folder: Path, *lines: Any) -> Path:
     path = folder / "trace.jsonl"
-    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in lines))
+    path.write_text("".join((item if isinstance(item, str) else json.dumps(item)) + "\n" for item in lines))
     return path
 
 
@@ -89,11 +89,11 @@ def test_scale_shortens_prompts_and_answers_and_speed_the_time(tmp_path: Path) -
 def test_equal_hash_ids_are_equal_prefixes_and_different_ones_differ(tmp_path: Path) -> None:
     lines = [line(ids=(0, 1)), line(ids=(0, 2)), line(ids=(3, 1)), line(tokens=1100, ids=(0, 1, 4))]
     prompts = Prompts(seed=0, vocab_size=32000)
-    one, two, three, four = (prompts.ids(item.spans) for item in read_trace(write(tmp_path, *lines), scale=0.125))
-    assert one[:64] == two[:64] == four[:64]
-    assert one[64:] == four[64:75], "a longer part of a block begins like a shorter one"
-    assert one[64:] != two[64:]
-    assert one[:64] != three[:64]
+    first, two, three, four = (prompts.ids(item.spans) for item in read_trace(write(tmp_path, *lines), scale=0.125))
+    assert first[:64] == two[:64] == four[:64]
+    assert first[64:] == four[64:75], "a longer part of a block begins like a shorter one"
+    assert first[64:] != two[64:]
+    assert first[:64] != three[:64]
 
 
 def test_a_part_of_a_trace(tmp_path: Path) -> None:
@@ -165,10 +165,10 @@ def test_the_first_prompt_is_the_same_on_every_machine() -> None:
 def test_words_stand_for_tokens_and_share_prefixes_too() -> None:
     prompts = Prompts(seed=0, vocab_size=None)
     shared = PrefixSpan(key=(1, 0), num_tokens=6)
-    one = prompts.text([shared, PrefixSpan(key=(0, 1), num_tokens=4)]).split(" ")
+    words = prompts.text([shared, PrefixSpan(key=(0, 1), num_tokens=4)]).split(" ")
     two = prompts.text([shared, PrefixSpan(key=(0, 2), num_tokens=4)]).split(" ")
-    assert (len(one), one[:6]) == (10, two[:6])
-    assert one != two
+    assert (len(words), words[:6]) == (10, two[:6])
+    assert words != two
 
 
 def test_a_blank_line_of_a_trace_is_named(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from cluster.bench.bench_report import Objective, RequestRecord, make_report, pe
 
 
 def record(*arrivals_s: float, sent_s: float = 1.0, num_output: int | None = None, **more: object) -> RequestRecord:
-    given: dict[str, object] = {"index": 0, "sent_s": sent_s, "arrivals_s": arrivals_s, "num_prompt": 10}
-    return RequestRecord(**given | {"num_output": len(arrivals_s) if num_output is None else num_output} | more)  # type: ignore[arg-type]
+    fields: dict[str, object] = {"index": 0, "sent_s": sent_s, "arrivals_s": arrivals_s, "num_prompt": 10}
+    return RequestRecord(**fields | {"num_output": len(arrivals_s) if num_output is None else num_output} | more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

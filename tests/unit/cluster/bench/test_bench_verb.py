@@ -74,9 +74,9 @@ async def test_runs_are_alike_but_do_not_find_each_others_prompts_cached() -> No
 
     for flags in ([], [], ["--prompt-seed", "7"], ["--prompt-seed", "7"]):
         assert (await bench(*SHORT, "--concurrency", "1", *flags, script=noted)).exit_code == 0
-    one, two, three, four = (asked[i : i + 7][1:] for i in range(0, len(asked), 7))  # the first is the probe
-    assert [len(prompt) for prompt in one] == [len(prompt) for prompt in two]
-    assert not set(one) & set(two)
+    first, two, three, four = (asked[i : i + 7][1:] for i in range(0, len(asked), 7))  # the first is the probe
+    assert [len(prompt) for prompt in first] == [len(prompt) for prompt in two]
+    assert not set(first) & set(two)
     assert three == four
 
 

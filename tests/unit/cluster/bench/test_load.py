@@ -79,7 +79,7 @@ def test_records_come_in_the_order_of_requests_not_of_answers() -> None:
 def test_progress_tells_what_was_sent_and_what_ended() -> None:
     told: list[LoadProgress] = []
     run_virtually(run_load(items(None, None), SlowClient(1.0), concurrency=1, tell=told.append))
-    assert [(one.num_sent, one.num_ended, one.last is not None) for one in told] == [
+    assert [(progress.num_sent, progress.num_ended, progress.last is not None) for progress in told] == [
         (1, 0, False), (1, 1, True), (2, 1, False), (2, 2, True),
     ]  # fmt: skip
 

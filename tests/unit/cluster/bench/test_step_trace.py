@@ -109,13 +109,17 @@ async def test_how_much_of_the_transfers_was_hidden_is_said(tmp_path: Path) -> N
 
 
 def test_workers_on_hosts_whose_clocks_began_apart_line_up() -> None:
-    one = {"wall_offset_s": 1000.0, "num_dropped": 0, "spans": plain([Span(name="plan", start_s=5.0, duration_s=1.0)])}
+    worker = {
+        "wall_offset_s": 1000.0,
+        "num_dropped": 0,
+        "spans": plain([Span(name="plan", start_s=5.0, duration_s=1.0)]),
+    }
     other = {
         "wall_offset_s": 5.0,
         "num_dropped": 0,
         "spans": plain([Span(name="plan", start_s=1001.0, duration_s=1.0)]),
     }
-    told = [{"worker_id": "one", "profile": one}, {"worker_id": "other", "profile": other}]
+    told = [{"worker_id": "one", "profile": worker}, {"worker_id": "other", "profile": other}]
     starts = [event["ts"] for event in chrome_trace(told)["traceEvents"] if event["ph"] == "X"]
     assert starts == [0.0, 1_000_000.0]
 

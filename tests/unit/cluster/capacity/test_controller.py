@@ -119,10 +119,10 @@ async def test_the_ring_keeps_the_latest_changes() -> None:
 
 
 async def test_the_record_outlives_its_owner_unless_the_settings_change() -> None:
-    kept = KeptRecords()
-    owner = FleetController(StagedFleet(), CONFIGURED, store=kept)
+    records = KeptRecords()
+    owner = FleetController(StagedFleet(), CONFIGURED, store=records)
     await owner.order(scale(decode=3))
-    packed = msgspec.json.encode(kept.records[-1])
+    packed = msgspec.json.encode(records.records[-1])
     record = continued(msgspec.json.decode(packed, type=FleetRecord), CONFIGURED)
     assert record is not None
     later = FleetController(StagedFleet(), CONFIGURED, record=record)

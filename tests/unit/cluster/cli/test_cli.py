@@ -169,8 +169,8 @@ def test_a_taken_port_is_named_before_anything_starts(
     assert f"port {port} of 127.0.0.1 is taken by {comm()} (process {os.getpid()}): stop" in http
     assert "choose another: --port N (--port 0: any free one)" in http
     assert "choose another: --grpc-port N" in grpc
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
-        ports = one.getsockname()[1], other.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = taken.getsockname()[1], other.getsockname()[1]
         flags = ("--port", str(ports[0]), "--grpc-port", str(ports[1]))
         both = refused(monkeypatch, capsys, "serve", "--model", DEMO["model"], *flags)
     assert [f"port {port} of 127.0.0.1 is taken" in both for port in ports] == [True, True]
@@ -194,8 +194,8 @@ def test_files_that_are_wrong_are_named_before_anything_starts(
 ) -> None:
     monkeypatch.setattr("cluster.gateway.run.listen_for_gateway", lambda *ports: pytest.fail("it starts"))
     (tmp_path / "wrong.toml").write_text("tenant = 3")
-    given = setting.format(wrong=tmp_path / "wrong.toml")
-    assert told in refused(monkeypatch, capsys, "up", "--set", given)
+    value = setting.format(wrong=tmp_path / "wrong.toml")
+    assert told in refused(monkeypatch, capsys, "up", "--set", value)
 
 
 def test_up_serves_the_demo_model_and_says_so_where_another_is_asked_for(
@@ -299,9 +299,9 @@ def test_shells_pass_an_ipv6_address_and_an_apostrophe_on() -> None:
 
 def test_a_key_goes_to_stdout_and_what_lets_it_in_to_stderr(tmp_path: Path) -> None:
     made = [CliRunner().invoke(make_app(["key"]), ["key", whose]) for whose in ("--admin", "acme.eu")]
-    (tmp_path / "tenants.toml").write_text("".join(one.stderr for one in made))
+    (tmp_path / "tenants.toml").write_text("".join(done.stderr for done in made))
     roster = read_roster(tmp_path / "tenants.toml")
-    admin, own = (one.stdout.removesuffix("\n") for one in made)
+    admin, own = (done.stdout.removesuffix("\n") for done in made)
     assert roster.is_admin(admin)
     assert not roster.is_admin(own)
     tenant = roster.tenant_of(own)

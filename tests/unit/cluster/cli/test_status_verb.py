@@ -122,7 +122,7 @@ async def test_how_much_of_the_transfers_was_hidden_is_shown() -> None:
 
 async def test_drafts_are_shown_by_source_and_position() -> None:
     ngram = DraftCounts(source="ngram", drafted_at=(100, 50), accepted_at=(80, 20))
-    one = SpeculationLoad(num_rows=200, num_tokens=300, spared_s=3.0, spent_s=0.5, sources=(ngram,))
+    single = SpeculationLoad(num_rows=200, num_tokens=300, spared_s=3.0, spent_s=0.5, sources=(ngram,))
     other = SpeculationLoad(
         num_rows=200,
         num_tokens=300,
@@ -130,7 +130,7 @@ async def test_drafts_are_shown_by_source_and_position() -> None:
     )
     workers = [
         Worker(worker_id=name, info=info(name, WorkerRole.DECODE), load=replace(LOAD, speculation=load))
-        for name, load in (("decode-0", one), ("decode-1", other))
+        for name, load in (("decode-0", single), ("decode-1", other))
     ]
     shown = rows(await ask(Crew(*workers)))
     assert ["decode", "ngram", "300", "33%", "40%,", "20%", "1.50", "2.5", "s"] in shown

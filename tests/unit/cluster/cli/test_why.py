@@ -132,7 +132,7 @@ async def test_nothing_is_called_measured_that_was_not(capsys: pytest.CaptureFix
         async with operating(cluster) as (client, _):
             asking = asyncio.create_task(ask(client, "mine"))
             recent = cluster.router.routing.records.recent
-            while not any(one.timestamps.num_tokens == 2 for one in recent(1)):  # noqa: ASYNC110 - it notifies nobody
+            while not any(record.timestamps.num_tokens == 2 for record in recent(1)):  # noqa: ASYNC110 - it notifies nobody
                 await asyncio.sleep(0)
             cluster["d1"].pause_after = None
             await cluster["d0"].die()
@@ -151,13 +151,13 @@ async def test_nothing_is_called_measured_that_was_not(capsys: pytest.CaptureFix
 
 def test_a_narrow_terminal_breaks_no_name() -> None:
     name = "req-0123456789abcdef0123456789abcdef"
-    one = {
+    request = {
         "request_id": name, "state": "", "outcome": "length", "prompt_tokens": 12345, "cached_tokens": 1024,
         "output_tokens": 256, "drafted_tokens": 300, "accepted_drafts": 180, "paused_drafts": [],
         "ttft_s": 0.1234, "tpot_s": 0.0123, "prefill": "prefill-0", "decode": "decode-10",
     }  # fmt: skip
     out = io.StringIO()
-    Console(file=out, width=80).print(recent_table([one]))
+    Console(file=out, width=80).print(recent_table([request]))
     assert f"{name}  length  123.4 ms  prefill-0  decode-10" in " ".join(out.getvalue().split("\n")), out.getvalue()
     assert "--json, also shows prompt" in out.getvalue()
 

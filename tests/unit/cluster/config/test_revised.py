@@ -21,20 +21,20 @@ def changed(current: Revision = FIRST, model: str = "", files: str = "", **setti
 
 
 def test_settings_of_workers_change_and_add_up_over_rolls() -> None:
-    one = changed(worker__prefill_chunk=512, lanes__stall_s=3)
-    two = changed(one, model="/models/new", files="f", worker__max_num_seqs=9)
+    change = changed(worker__prefill_chunk=512, lanes__stall_s=3)
+    two = changed(change, model="/models/new", files="f", worker__max_num_seqs=9)
     config = revised(CONFIG, two)
     assert (config.worker.model, config.worker.revision) == ("/models/new", two.name)
     assert (config.worker.prefill_chunk, config.worker.lanes.stall_s, config.worker.max_num_seqs) == (512, 3.0, 9)
-    assert len({FIRST.name, one.name, two.name}) == 3
+    assert len({FIRST.name, change.name, two.name}) == 3
     assert revised(CONFIG, FIRST) == CONFIG
 
 
 def test_the_same_again_is_the_same_revision_but_other_files_of_a_model_are_another_one() -> None:
     assert changed(worker__prefill_chunk=256) == FIRST
-    one = changed(model="/models/new", files="f")
-    assert changed(one, model="/models/new", files="f") == one
-    assert changed(one, model="/models/new", files="g").name not in ("", one.name)
+    change = changed(model="/models/new", files="f")
+    assert changed(change, model="/models/new", files="f") == change
+    assert changed(change, model="/models/new", files="g").name not in ("", change.name)
     assert changed(model="models/new", files="f").model == str(Path("models/new").absolute())
 
 

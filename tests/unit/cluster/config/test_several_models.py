@@ -33,8 +33,8 @@ def test_a_table_is_over_the_settings_at_the_top() -> None:
     assert (big.worker.tp, small.worker.tp) == (2, 1)
     assert (big.pools.decode, small.pools.decode) == (3, None)
     assert (big.router.port, small.router.port) == (9000, 9000)
-    assert {one.router.text.pooling for one in (big, small)} == {"mean"}
-    assert {one.router.tenants for one in (big, small)} == {"tenants.toml"}
+    assert {config.router.text.pooling for config in (big, small)} == {"mean"}
+    assert {config.router.tenants for config in (big, small)} == {"tenants.toml"}
     assert (big.router.model_aliases, small.router.model_aliases) == ("", "gpt-*")
 
 
@@ -79,8 +79,8 @@ def test_what_cannot_be_is_named(change: dict[str, Any], told: str) -> None:
 
 def test_workers_of_several_models_are_given_by_name() -> None:
     configs = make_configs(TWO)
-    given = ["big=h:1", "org/Small=h:2", "big=h:3"]
-    assert addresses_by_model(configs, given) == [("h:1", "h:3"), ("h:2",)]
+    addresses = ["big=h:1", "org/Small=h:2", "big=h:3"]
+    assert addresses_by_model(configs, addresses) == [("h:1", "h:3"), ("h:2",)]
     assert addresses_by_model(configs[:1], ["h:1"]) == [("h:1",)]
     with pytest.raises(Misconfigured, match="write NAME=HOST:PORT; the models are big, org/Small"):
         addresses_by_model(configs, ["h:1"])

@@ -115,11 +115,11 @@ PLANTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found_by_its_name_alone(name: str) -> None:
-    found = findings(replace(HEALTHY, **PLANTED[name]))
-    assert [entry.name for entry in found] == [name]
-    assert found[0].fix
-    assert found[0].text in described(found[0])
-    assert ".. Fix" not in described(replace(found[0], text="A sentence of somebody else."))
+    results = findings(replace(HEALTHY, **PLANTED[name]))
+    assert [entry.name for entry in results] == [name]
+    assert results[0].fix
+    assert results[0].text in described(results[0])
+    assert ".. Fix" not in described(replace(results[0], text="A sentence of somebody else."))
 
 
 def test_a_certificate_for_another_host_is_named_beside_the_gateway_that_cannot_be_read() -> None:
@@ -162,16 +162,16 @@ def found_at(monkeypatch: pytest.MonkeyPatch, status: int, **content: Any) -> Se
 
 @pytest.mark.parametrize("page", ["<html>Welcome</html>", "[]", '{"status": "ok"}'])
 def test_another_server_behind_the_url_is_a_fault_with_its_reason(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
-    [found] = found_at(monkeypatch, 200, text=page)
-    assert (found.name, found.text) == (
+    [finding] = found_at(monkeypatch, 200, text=page)
+    assert (finding.name, finding.text) == (
         "gateway-unreachable", "http://other answers, and not as a gateway: /admin/status is no report",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_gateway_that_wants_a_key_is_not_to_be_started(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    [found] = found_at(monkeypatch, status, json={"error": {"message": "no key", "code": "x"}})
-    assert (found.name, found.fix) == (
+    [finding] = found_at(monkeypatch, status, json={"error": {"message": "no key", "code": "x"}})
+    assert (finding.name, finding.fix) == (
         "no-admin-key", "give --api-key, or the environment variable BATON_ADMIN_KEY",
     )  # fmt: skip
 
@@ -200,8 +200,8 @@ def test_ports_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "CONNECT_S", 0.05)
     monkeypatch.setattr("cluster.doctor.gather.asyncio.open_connection", silent)
     status = copy.deepcopy(STATUS)
-    for number, one in enumerate(status["workers"]):
-        one["info"]["lane"] = {"host": "10.0.0.1", "port": number}
+    for number, entry in enumerate(status["workers"]):
+        entry["info"]["lane"] = {"host": "10.0.0.1", "port": number}
     closed, untried = _closed(status)
     assert (most, untried) == (4, 0)
     assert {finding.error for finding in closed} == {"timed out"}
@@ -234,8 +234,8 @@ def test_names_that_nobody_resolves_hold_up_nothing(monkeypatch: pytest.MonkeyPa
         assert seen.redis is not None
         assert seen.redis.error == "the name redis.example is not resolved in 0.1 s"
         status = copy.deepcopy(STATUS)
-        for one in status["workers"]:
-            one["info"]["lane"] = {"host": "worker.example", "port": 1}
+        for entry in status["workers"]:
+            entry["info"]["lane"] = {"host": "worker.example", "port": 1}
         assert {"lanes of p0", "lanes of d0"} <= {
             finding.what for finding in _closed(status)[0] if "name" in finding.error
         }

@@ -143,17 +143,17 @@ def test_a_constant_load_settles_although_arrivals_and_lateness_are_chance(rate:
 
 
 def test_a_fleet_that_was_too_small_is_tried_again_at_a_lighter_load_and_after_its_time() -> None:
-    one, other = (
+    first, other = (
         TooSmall(counts=counts, prompt_rate=6.0 * 1600.0, answer_rate=6.0 * 200.0, at_s=START - 60.0, hold_s=3600.0)
         for counts in ({P: 2, D: 3}, {P: 3, D: 2})
     )
-    fleet, memory = {P: 3, D: 3}, replace(settled(6.0), too_small=(one, other))
-    kept = planned(seen(fleet, 6.0), fleet, memory)
-    assert kept.counts == fleet
-    assert kept.reason.endswith("did not 60 s ago: not tried again for 3540 s")
+    fleet, memory = {P: 3, D: 3}, replace(settled(6.0), too_small=(first, other))
+    remembered = planned(seen(fleet, 6.0), fleet, memory)
+    assert remembered.counts == fleet
+    assert remembered.reason.endswith("did not 60 s ago: not tried again for 3540 s")
     lighter = replace(memory, peaks=settled(3.0).peaks)
     assert planned(seen(fleet, 3.0), fleet, lighter).counts != fleet
-    later = replace(memory, too_small=(replace(one, at_s=START - 3601.0), other))
+    later = replace(memory, too_small=(replace(first, at_s=START - 3601.0), other))
     assert planned(seen(fleet, 6.0), fleet, later).counts != fleet
     shorter = replace(seen(fleet, 6.0), uncached_tokens=(100.0, 200.0, 300.0))
     assert planned(shorter, fleet, memory).counts != fleet, "another load: its prompts are short"
@@ -357,7 +357,7 @@ def test_the_second_day_grows_before_the_load_does() -> None:
     """A load that stands on at nine: the profile orders workers while the rate is still low."""
     steps = [15.0 if 9.0 <= hour % 24.0 < 18.0 else 5.0 for hour in (minute / 60.0 for minute in range(48 * 60))]
     _, shares = day(lambda hour: steps[int(hour * 60)], {P: 2, D: 2}, hours=48)
-    first, second = (sum(shares[24 * 60 * one + 9 * 60 :][:10]) for one in (0, 1))
+    first, second = (sum(shares[24 * 60 * offset + 9 * 60 :][:10]) for offset in (0, 1))
     assert second > first
 
 

@@ -141,7 +141,7 @@ async def test_a_refused_order_is_reported_and_not_given_again_for_a_while() -> 
     flipped, grown, *later = (await cluster.report()).decisions
     assert (flipped.refused, flipped.change) == ("", 1)
     assert "GPUs, and there are 3" in grown.refused
-    assert not any(one.refused for one in later)
+    assert not any(decision.refused for decision in later)
     assert (await cluster.owner.view()).desired.counts == {PREFILL: 2, DECODE: 1}
 
 

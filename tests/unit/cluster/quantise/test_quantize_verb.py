@@ -21,18 +21,18 @@ ANSWER = "Test whether a path exists."
 
 
 def run(*arguments: str) -> str:
-    given = ("quantize", *arguments)
-    return CliRunner().invoke(make_app(given), given, catch_exceptions=False, standalone_mode=False).output
+    command = ("quantize", *arguments)
+    return CliRunner().invoke(make_app(command), command, catch_exceptions=False, standalone_mode=False).output
 
 
 def answer(folder: Path) -> str:
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = tokenizer.encode(open_dialogue("What does `os.path.exists` do?"), add_special_tokens=False).ids
-    model, given, said = PagedRun(load_model(folder)), list(ids), list[int]()
+    model, tokens, said = PagedRun(load_model(folder)), list(ids), list[int]()
     while len(said) < 6:
-        logits = model.step([("answer", given, len(ids))])[0]
-        given = [int(logits[-1].argmax())]
-        said += given
+        logits = model.step([("answer", tokens, len(ids))])[0]
+        tokens = [int(logits[-1].argmax())]
+        said += tokens
     return str(tokenizer.decode(said))
 
 
@@ -48,15 +48,15 @@ def test_the_quantised_demo_model_answers_and_its_loss_is_told(
         DEMO["model"], str(tmp_path / "out"), "--method", method, "--bits", str(bits), *calibrated,
         "--evaluate", str(tmp_path / "some.json"),
     )  # fmt: skip
-    found = re.search(r"per token: (\S+) before, (\S+) after \((\S+)%\)", told)
-    assert found, told
-    assert float(found[2]) < float(found[1]) * (1 + most)
+    match = re.search(r"per token: (\S+) before, (\S+) after \((\S+)%\)", told)
+    assert match, told
+    assert float(match[2]) < float(match[1]) * (1 + most)
     assert answer(tmp_path / "out").startswith(ANSWER[:20])
 
 
 def test_what_is_wrong_is_refused_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
-    for given, wanted in (
+    for flags, wanted in (
         (("--method", "gptq", "--calibrate", str(tmp_path / "empty.txt")), "give text of at least 512"),
         (("--evaluate", str(tmp_path / "empty.txt")), "give text of at least 2"),
         (("--bits", "5"), "give 4 or 8"),
@@ -65,7 +65,7 @@ def test_what_is_wrong_is_refused_with_the_fix(tmp_path: Path) -> None:
         (("--calibrate", str(tmp_path / "none.txt"), "--method", "awq"), "none.txt"),
     ):
         with pytest.raises(Misconfigured, match=wanted):
-            run(DEMO["model"], str(tmp_path / "out"), *given)
+            run(DEMO["model"], str(tmp_path / "out"), *flags)
     assert not (tmp_path / "out").exists()
     (tmp_path / "wrong.json").write_text("[1, 2]")
     with pytest.raises(Misconfigured, match="a JSON list of texts"):

@@ -110,9 +110,9 @@ def test_memory_of_what_drafts_is_counted(tmp_path: Path, speculate: str) -> Non
 
 
 def gib_of(message: str) -> float:
-    found = re.search(r"take ([\d.]+) GiB", message)
-    assert found is not None, message
-    return float(found[1])
+    match = re.search(r"take ([\d.]+) GiB", message)
+    assert match is not None, message
+    return float(match[1])
 
 
 def test_memory_for_the_host_tier_must_be_there_for_every_worker(tmp_path: Path) -> None:

@@ -219,13 +219,13 @@ async def test_the_last_worker_that_serves_does_not_drain_before_another_one_ser
     await serving(stage, supervisor)
     other = [replace(plan, worker_id=plan.worker_id.replace("0", "7")) for plan in PLANS]
     resizing = asyncio.create_task(supervisor.resize(other))
-    for one in other:
-        await stage.until(f"launch {one.worker_id}")
+    for worker_id in other:
+        await stage.until(f"launch {worker_id.worker_id}")
     await stage.until("drain prefill-0:1")
     assert "drain decode-0:1" not in stage.done
     ROLES.update({worker.worker_id: worker.role for worker in other})
-    for one in other:
-        stage.lives[one.worker_id][0].serve(f"{one.worker_id}:1")
+    for worker_id in other:
+        stage.lives[worker_id.worker_id][0].serve(f"{worker_id.worker_id}:1")
     stage.drained.set()
     await resizing
     assert len([line for line in stage.done if line.startswith("drain")]) == 2

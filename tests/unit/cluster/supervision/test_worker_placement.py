@@ -91,8 +91,8 @@ def test_ranks_of_a_worker_may_be_on_several_machines_where_that_is_wanted() -> 
     apart = (NodeResources(cpus=8.0, gpus=1.0), NodeResources(cpus=8.0, gpus=1.0))
     [worker] = plan(PoolsConfig(colocated=1), apart, tp=2, device="auto", span_nodes=True)
     assert (worker.device, worker.spans_nodes) == ("cuda", True)
-    [one, other] = replan([worker], PoolsConfig(colocated=2), apart, tp=2, span_nodes=True)
-    assert (one.spans_nodes, other.spans_nodes) == (True, True)
+    [first, other] = replan([worker], PoolsConfig(colocated=2), apart, tp=2, span_nodes=True)
+    assert (first.spans_nodes, other.spans_nodes) == (True, True)
     assert plan(PoolsConfig(colocated=1), apart, tp=4, device="auto", span_nodes=True)[0].device == "cpu"
 
 
@@ -140,22 +140,22 @@ def test_shares_never_exceed_the_machine(cpus: int, count: int, tp: int) -> None
 
 
 def test_a_new_worker_shares_what_is_left_and_the_others_keep_theirs() -> None:
-    kept = plan(PoolsConfig(), LAPTOP, tp=1, device="auto")
-    more = replan(kept, PoolsConfig(decode=2), LAPTOP, tp=1)
-    assert more[:2] == kept
+    before = plan(PoolsConfig(), LAPTOP, tp=1, device="auto")
+    more = replan(before, PoolsConfig(decode=2), LAPTOP, tp=1)
+    assert more[:2] == before
     assert (more[2].worker_id, more[2].device, more[2].cpus_per_rank) == ("decode-1", "cpu", 0.0)
     assert more[2].bundles() == [{"memory": 1.0}], "Ray refuses an empty bundle"
-    on_pods = replan(kept, PoolsConfig(decode=2), LAPTOP, tp=1, pool_resources=True)
+    on_pods = replan(before, PoolsConfig(decode=2), LAPTOP, tp=1, pool_resources=True)
     assert on_pods[2].bundles() == [{"decode": 1.0}], "what Ray's autoscaler has to find a node type for"
     freed = replan(more[::2], PoolsConfig(decode=3), (NodeResources(cpus=4.0),), tp=1)
-    assert [one.cpus_per_rank for one in freed] == [1.0, 1.0, 0.0, 1.0]
-    assert replan(more, PoolsConfig(), LAPTOP, tp=1) == kept
+    assert [placed.cpus_per_rank for placed in freed] == [1.0, 1.0, 0.0, 1.0]
+    assert replan(more, PoolsConfig(), LAPTOP, tp=1) == before
 
 
 def test_a_flipped_worker_keeps_its_name_and_its_place() -> None:
-    kept = plan(PoolsConfig(decode=2), (NodeResources(cpus=4.0),), tp=1, device="cpu", pool_resources=True)
+    before = plan(PoolsConfig(decode=2), (NodeResources(cpus=4.0),), tp=1, device="cpu", pool_resources=True)
     flips = {"decode-1": WorkerRole.PREFILL}
-    after = replan(kept, PoolsConfig(prefill=2), LAPTOP, tp=1, pool_resources=True, flips=flips)
+    after = replan(before, PoolsConfig(prefill=2), LAPTOP, tp=1, pool_resources=True, flips=flips)
     assert {worker.worker_id: worker.role for worker in after} == {
         "prefill-0": "prefill", "decode-1": "prefill", "decode-0": "decode",
     }  # fmt: skip
@@ -171,9 +171,9 @@ def test_a_flipped_worker_keeps_its_name_and_its_place() -> None:
 
 def test_a_flip_between_pools_of_different_tensor_parallelism_is_refused() -> None:
     pools = PoolsConfig(decode=2, decode_tp=2)
-    kept = plan(pools, LAPTOP, tp=1, device="cpu")
+    before = plan(pools, LAPTOP, tp=1, device="cpu")
     with pytest.raises(Misconfigured, match=r"decode-1 has 2 ranks, and a prefill worker has 1: .*scale both"):
-        replan(kept, PoolsConfig(prefill=2, decode_tp=2), LAPTOP, tp=1, flips={"decode-1": WorkerRole.PREFILL})
+        replan(before, PoolsConfig(prefill=2, decode_tp=2), LAPTOP, tp=1, flips={"decode-1": WorkerRole.PREFILL})
 
 
 def test_more_ranks_than_cores_can_carry_are_refused() -> None:
@@ -192,14 +192,14 @@ def test_what_is_missing_is_named_worker_by_worker() -> None:
 
 
 def test_workers_of_two_revisions_share_the_machine_during_a_roll() -> None:
-    kept, new = plan(PoolsConfig(decode=2), LAPTOP, tp=1, device="cpu"), Revision(name="new", model="/models/new")
+    before, new = plan(PoolsConfig(decode=2), LAPTOP, tp=1, device="cpu"), Revision(name="new", model="/models/new")
     counts = {WorkerRole.PREFILL: 1, WorkerRole.DECODE: 2}
-    both = replan(kept, PoolsConfig(decode=1), LAPTOP, tp=1, revision=new, others=counts)
+    both = replan(before, PoolsConfig(decode=1), LAPTOP, tp=1, revision=new, others=counts)
     assert {worker.worker_id: worker.revision.name for worker in both} == {
         "prefill-0": "", "prefill-1": "new", "decode-0": "", "decode-1": "", "decode-2": "new",
     }  # fmt: skip
     fewer = replan(both, PoolsConfig(decode=1), LAPTOP, tp=1, revision=new, others={**counts, WorkerRole.DECODE: 1})
     assert [worker.worker_id for worker in fewer] == ["prefill-0", "prefill-1", "decode-0", "decode-2"]
     after = replan(fewer, PoolsConfig(decode=2), LAPTOP, tp=1, revision=new)
-    assert {one.revision.name for one in after} == {"new"}
+    assert {placed.revision.name for placed in after} == {"new"}
     assert [worker.worker_id for worker in after] == ["prefill-1", "decode-1", "decode-2"]

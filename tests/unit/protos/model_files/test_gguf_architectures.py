@@ -57,14 +57,14 @@ def config(folder: Path, name: str, *tensors: str, **keys: Any) -> dict[str, Any
     ],
 )
 def test_what_keys_mean(name: str, keys: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
-    found = config(tmp_path, name, **keys)
-    assert {field: found.get(field, "absent") for field in expected} == expected
+    fields = config(tmp_path, name, **keys)
+    assert {field: fields.get(field, "absent") for field in expected} == expected
 
 
 def test_a_correction_of_scores_names_the_router_where_no_key_does(tmp_path: Path) -> None:
-    found = config(tmp_path, "deepseek2", "blk.3.exp_probs_b.bias", **LATENT)
-    assert found["architectures"] == ["DeepseekV3ForCausalLM"]
-    assert (found["n_group"], found["topk_group"]) == (8, 4)
+    fields = config(tmp_path, "deepseek2", "blk.3.exp_probs_b.bias", **LATENT)
+    assert fields["architectures"] == ["DeepseekV3ForCausalLM"]
+    assert (fields["n_group"], fields["topk_group"]) == (8, 4)
 
 
 @pytest.mark.parametrize(

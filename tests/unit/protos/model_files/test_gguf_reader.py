@@ -59,10 +59,10 @@ TENSORS = {"norm": floats(1.0, 2.0, 3.0), "weight": blocks(2), "last": floats(4.
 def test_metadata_and_tensors_are_read_as_they_were_written(version: int, alignment: int, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", METADATA, TENSORS, version=version, alignment=alignment)
     gguf = GGUFFile(path)
-    found = {key: value.values() if isinstance(value, GGUFArray) else value for key, value in gguf.metadata.items()}
-    found.pop("general.alignment", None)
+    values = {key: value.values() if isinstance(value, GGUFArray) else value for key, value in gguf.metadata.items()}
+    values.pop("general.alignment", None)
     wanted = {key: value[1] if isinstance(value, tuple) else value for key, value in METADATA.items()}
-    assert found == wanted
+    assert values == wanted
     assert [*gguf.tensors] == [*TENSORS]
     for name, stored in TENSORS.items():
         tensor = gguf.tensors[name]

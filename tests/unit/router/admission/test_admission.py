@@ -230,14 +230,14 @@ async def test_a_bound_below_what_comes_to_every_first_token_cannot_be_met() -> 
 
 
 def test_a_reader_that_is_not_measured_refuses_nothing_that_an_idle_one_would_serve() -> None:
-    known = replace(Pool().candidate, prefill_tokens_per_s=1e4, prefill_time=Line(fixed_s=0.018, each_s=1e-4))
-    newcomer = replace(known, worker_id="w1", prefill_tokens_per_s=0.0)
+    candidate = replace(Pool().candidate, prefill_tokens_per_s=1e4, prefill_time=Line(fixed_s=0.018, each_s=1e-4))
+    newcomer = replace(candidate, worker_id="w1", prefill_tokens_per_s=0.0)
 
     def least_s(*readers: Candidate, overhead_s: float = 3.0, num_tokens: int = 10) -> float | None:
         return least_ttft_s(CandidateTable.of(readers), num_tokens, overhead_s=overhead_s)
 
-    assert least_s(known) == least_s(known, newcomer) == pytest.approx(0.019)
-    assert least_s(known, newcomer, num_tokens=50_000) == 3.0, "it may read at once"
+    assert least_s(candidate) == least_s(candidate, newcomer) == pytest.approx(0.019)
+    assert least_s(candidate, newcomer, num_tokens=50_000) == 3.0, "it may read at once"
     assert least_s(newcomer) == 3.0
 
 
@@ -268,13 +268,13 @@ async def test_a_prompt_is_hashed_once_however_many_ask(monkeypatch: pytest.Monk
     monkeypatch.setattr("router.jobs.chain_hashes", counted)
     pool = Pool()
     pool.finish("a")
-    one = job("a", num_tokens=64, max_ttft_s=5.0)
-    await run(admission(pool), one)
+    queued = job("a", num_tokens=64, max_ttft_s=5.0)
+    await run(admission(pool), queued)
     assert len(hashed) == 1
-    own = one.hashes(16)
-    assert JobState(one, now=0.0).hashes(16) is own
+    own = queued.hashes(16)
+    assert JobState(queued, now=0.0).hashes(16) is own
     assert len(hashed) == 2
-    assert replace(one, cache_salt=b"other").hashes(16) != own
+    assert replace(queued, cache_salt=b"other").hashes(16) != own
 
 
 def test_a_cluster_that_fell_behind_once_does_not_refuse_everybody_while_it_does_nothing() -> None:

@@ -129,21 +129,21 @@ async def fates(
     for number, (pause_s, tenant, num_tokens) in enumerate(arrivals):
         await asyncio.sleep(pause_s)
         running.append(asyncio.create_task(fate(f"{tenant}{number}", tenant, num_tokens, returns=returns)))
-    found = await asyncio.gather(*running)
+    outcomes = await asyncio.gather(*running)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     gate.check_integrity()
-    return found
+    return outcomes
 
 
 def test_at_three_times_the_rate_requests_are_refused_on_arrival() -> None:
     async def scenario() -> None:
-        found = await fates(Seats(every_s=1.0), [(1 / 3, "", 500)] * 300)
-        refused = [fate for fate in found if not fate.begun]
+        outcomes = await fates(Seats(every_s=1.0), [(1 / 3, "", 500)] * 300)
+        refused = [fate for fate in outcomes if not fate.begun]
         late = [fate for fate in refused if fate.after_s > 1.0]
         assert len(refused) > 150
         assert len(late) <= 3
-        assert sum(fate.begun for fate in found) >= 95, "workers are as busy as without refusals"
+        assert sum(fate.begun for fate in outcomes) >= 95, "workers are as busy as without refusals"
         assert all(fate.retry_after_s is not None and 0 < fate.retry_after_s <= 30 for fate in refused)
 
     run_virtually(scenario())
@@ -162,10 +162,10 @@ def test_at_three_times_the_rate_requests_are_refused_on_arrival() -> None:
 def test_no_stream_begins_and_is_then_refused(
     length: Callable[[str], int], num_begun: int, arrivals: Sequence[tuple[float, str, int]]
 ) -> None:
-    found = run_virtually(fates(Slots(length), arrivals, max_tokens=400 if length is of_400 else 4096))
-    refused = [fate for fate in found if not fate.begun]
+    outcomes = run_virtually(fates(Slots(length), arrivals, max_tokens=400 if length is of_400 else 4096))
+    refused = [fate for fate in outcomes if not fate.begun]
     assert max(fate.after_s for fate in refused) < KEEP_ALIVE_S
-    assert sum(fate.begun for fate in found) >= num_begun, "slots are as busy as without refusals"
+    assert sum(fate.begun for fate in outcomes) >= num_begun, "slots are as busy as without refusals"
     assert all(fate.retry_after_s is not None and 0 < fate.retry_after_s <= 40 for fate in refused)
 
 
@@ -173,8 +173,8 @@ def test_no_stream_begins_and_is_then_refused(
     ("length", "max_tokens", "num"), [(of_400, 400, 256), (of_400, 8000, 256), (of_about_300, 4096, 270)]
 )
 def test_a_burst_that_fits_loses_no_request(length: Callable[[str], int], max_tokens: int, num: int) -> None:
-    found = run_virtually(fates(Slots(length), [(1 / 256, "", 8)] * num, max_tokens=max_tokens))
-    assert all(fate.begun for fate in found)
+    outcomes = run_virtually(fates(Slots(length), [(1 / 256, "", 8)] * num, max_tokens=max_tokens))
+    assert all(fate.begun for fate in outcomes)
 
 
 @pytest.mark.parametrize(
@@ -201,14 +201,14 @@ def test_a_burst_beside_a_few_long_answers_loses_no_request() -> None:
 
 
 def test_after_its_retry_time_a_refused_request_is_served() -> None:
-    found = run_virtually(fates(Slots(of_about_300), [(1 / 300, "", 8)] * 500, max_tokens=400, returns=True))
-    assert sum(not fate.begun for fate in found) <= 5
+    outcomes = run_virtually(fates(Slots(of_about_300), [(1 / 300, "", 8)] * 500, max_tokens=400, returns=True))
+    assert sum(not fate.begun for fate in outcomes) <= 5
 
 
 def test_few_slots_that_turn_over_at_once_refuse_nothing() -> None:
     """More than eight answers end before a rate is measured."""
-    found = run_virtually(fates(Seats(every_s=0.05), [(0.02, "", 8)] * 100))
-    assert all(fate.begun for fate in found)
+    outcomes = run_virtually(fates(Seats(every_s=0.05), [(0.02, "", 8)] * 100))
+    assert all(fate.begun for fate in outcomes)
 
 
 def test_requests_are_refused_by_no_rate_that_is_not_measured() -> None:
@@ -216,15 +216,15 @@ def test_requests_are_refused_by_no_rate_that_is_not_measured() -> None:
         pool = Seats(every_s=0.2)
         pool.every_s = 10.0  # before the first has begun, all slots are held for 10 s
         asyncio.get_running_loop().call_later(10.5, setattr, pool, "every_s", 0.2)
-        found = await fates(pool, [(0.1, "", 500)] * 60)
-        assert all(fate.begun for fate in found)
+        outcomes = await fates(pool, [(0.1, "", 500)] * 60)
+        assert all(fate.begun for fate in outcomes)
 
     run_virtually(scenario())
 
 
 def test_no_request_is_refused_by_ends_that_no_rate_is_measured_of_yet() -> None:
-    found = run_virtually(fates(Seats(every_s=0.01), [(0.0, "", 500)] * 40 + [(0.012, "", 500)] * 40))
-    assert all(fate.begun for fate in found)
+    outcomes = run_virtually(fates(Seats(every_s=0.01), [(0.0, "", 500)] * 40 + [(0.012, "", 500)] * 40))
+    assert all(fate.begun for fate in outcomes)
 
 
 def test_a_flooding_tenant_does_not_get_a_quiet_one_refused() -> None:
@@ -232,8 +232,8 @@ def test_a_flooding_tenant_does_not_get_a_quiet_one_refused() -> None:
         flood = [(1 / 3, "flood", 500)] * 15
         pool = Seats(every_s=1.0)
         asyncio.get_running_loop().call_later(55.0, setattr, pool, "every_s", 3.0)  # the flood's row is too long now
-        found = await fates(pool, [*flood * 5, *[(0.0, "quiet", 500), *flood] * 8, (0.0, "quiet", 12_000)])
-        assert all(fate.begun for fate in found if fate.tenant == "quiet")
-        assert sum(not fate.begun for fate in found) > 60
+        outcomes = await fates(pool, [*flood * 5, *[(0.0, "quiet", 500), *flood] * 8, (0.0, "quiet", 12_000)])
+        assert all(fate.begun for fate in outcomes if fate.tenant == "quiet")
+        assert sum(not fate.begun for fate in outcomes) > 60
 
     run_virtually(scenario())

@@ -29,15 +29,15 @@ def drained(queue: FairQueue) -> list[Entry]:
 
 def test_the_earliest_deadline_goes_first_then_who_came_first() -> None:
     queue = FairQueue()
-    for one in (entry(0), entry(1, deadline_s=9.0), entry(2), entry(3, deadline_s=5.0)):
-        queue.push(one)
+    for queued in (entry(0), entry(1, deadline_s=9.0), entry(2), entry(3, deadline_s=5.0)):
+        queue.push(queued)
     assert [message.number for message in drained(queue)] == [3, 1, 0, 2]
 
 
 def test_a_higher_priority_goes_before_every_deadline() -> None:
     queue = FairQueue()
-    for one in (entry(0, deadline_s=1.0), entry(1, "b", priority=1), entry(2, priority=-1, deadline_s=0.0)):
-        queue.push(one)
+    for queued in (entry(0, deadline_s=1.0), entry(1, "b", priority=1), entry(2, priority=-1, deadline_s=0.0)):
+        queue.push(queued)
     assert [message.number for message in drained(queue)] == [1, 0, 2]
 
 
@@ -121,9 +121,9 @@ def test_tokens_ahead_are_those_a_fair_order_puts_there() -> None:
 def test_everybody_leaves_once(given_entries: list[tuple[str, int, int, float]], data: st.DataObject) -> None:
     queue, inside = FairQueue({"a": 2.0}), dict[int, Entry]()
     for number, (tenant, priority, num_tokens, deadline_s) in enumerate(given_entries):
-        one = entry(number, tenant, priority=priority, num_tokens=num_tokens, deadline_s=deadline_s)
-        queue.push(one)
-        inside[number] = one
+        queued = entry(number, tenant, priority=priority, num_tokens=num_tokens, deadline_s=deadline_s)
+        queue.push(queued)
+        inside[number] = queued
         if data.draw(st.booleans()):
             leaving = inside.pop(data.draw(st.sampled_from(sorted(inside))))
             queue.remove(leaving)

@@ -23,11 +23,11 @@ STEP = Line(fixed_s=0.01, each_s=0.0001)
 
 
 def worker(role: WorkerRole = WorkerRole.COLOCATED, **numbers: Any) -> Candidate:
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "worker_id": "w", "num_blocks": 100, "num_free_blocks": 100, "prefill_time": Line(each_s=0.0001),
         "step_time": STEP,
     }  # fmt: skip
-    return Candidate(role=role, **(given | numbers))
+    return Candidate(role=role, **(fields | numbers))
 
 
 def table(*workers: Candidate) -> CandidateTable:

@@ -56,5 +56,9 @@ def test_a_pair_takes_more_while_its_reader_is_not_behind_and_its_writer_has_blo
     workers: tuple[Candidate, ...], fits: bool, count: int
 ) -> None:
     """An idle decode worker is no reason to give a prefill worker more than it can begin with."""
-    many = [replace(one, worker_id=f"{one.worker_id}.{number}") for one in workers for number in range(count)]
+    many = [
+        replace(candidate, worker_id=f"{candidate.worker_id}.{number}")
+        for candidate in workers
+        for number in range(count)
+    ]
     assert ROOM.fits(CandidateTable.of(many), num_blocks=10) is fits

@@ -20,7 +20,7 @@ from router.tools.formats import ToolFormat
 from tests.unit.router.scripted import Scripted, byte_level, make_gateway, saying, serving, token_deltas, tokenizer_end
 
 HELLO: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "hello"}]}
-# As Qwen's: tools first, calls between tags.
+# Qwen's order: tools first, calls between tags.
 HERMES = ChatTemplate(
     "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}<tool_call>{% endif %}"
     "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}"
@@ -59,13 +59,13 @@ async def send(http: httpx.AsyncClient, *, path: str = "/v1/messages", **changes
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     """The events, whose names are the types of their data."""
-    found = []
+    events = []
     for event in answer.text.removesuffix("\n\n").split("\n\n"):
         name, _, data = event.partition("\n")
         content = orjson.loads(data.removeprefix("data: "))
         assert name == f"event: {content['type']}"
-        found.append(content)
-    return found
+        events.append(content)
+    return events
 
 
 def message_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -160,8 +160,8 @@ async def test_the_same_prompt_has_the_same_tokens_as_in_a_chat() -> None:
         ours = (await http.post("/v1/chat/completions", json=chat)).json()["usage"]
         theirs = (await send(http, **messages)).json()["usage"]
         counted = (await send(http, path="/v1/messages/count_tokens", **messages)).json()
-    one, other = generate.jobs
-    assert one.prompt_ids == other.prompt_ids
+    first, other = generate.jobs
+    assert first.prompt_ids == other.prompt_ids
     assert counted == {"input_tokens": ours["prompt_tokens"]}
     assert theirs["input_tokens"] + theirs["cache_read_input_tokens"] == ours["prompt_tokens"]
     assert theirs["cache_read_input_tokens"] == ours["prompt_tokens_details"]["cached_tokens"] > 0
@@ -200,10 +200,10 @@ async def test_the_choice_of_tools_binds_the_answer_as_in_a_chat(choice: dict[st
     async with asking(**TOOLED) as (http, generate):
         await send(http, tools=[NOW], tool_choice=choice)
         await http.post("/v1/chat/completions", json=chat)
-    one, other = generate.jobs
-    assert bool(one.sampling.grammar) == grammar
-    assert one.sampling.grammar == other.sampling.grammar
-    assert one.prompt_ids == other.prompt_ids
+    first, other = generate.jobs
+    assert bool(first.sampling.grammar) == grammar
+    assert first.sampling.grammar == other.sampling.grammar
+    assert first.prompt_ids == other.prompt_ids
 
 
 async def test_what_changes_nothing_is_accepted_and_listed() -> None:

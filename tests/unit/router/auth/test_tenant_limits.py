@@ -66,8 +66,8 @@ async def test_a_refused_request_costs_nothing() -> None:
 
 async def test_tenants_do_not_use_up_each_others_limits() -> None:
     limits = LocalLimits()
-    one, other = (Tenant(name=name, requests_per_min=1) for name in ("one", "other"))
-    await limits.enter(one, "r0", 1, now=0.0)
+    first, other = (Tenant(name=name, requests_per_min=1) for name in ("one", "other"))
+    await limits.enter(first, "r0", 1, now=0.0)
     await limits.enter(other, "r1", 1, now=0.0)
     with pytest.raises(RateLimited, match="one"):
-        await limits.enter(one, "r2", 1, now=0.0)
+        await limits.enter(first, "r2", 1, now=0.0)

@@ -111,7 +111,7 @@ def line(custom_id: str, *, url: str = CHAT, **changes: Any) -> dict[str, Any]:
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:
-    return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
+    return b"".join(json.dumps(item).encode() + b"\n" for item in lines)
 
 
 async def upload(client: openai.AsyncOpenAI, lines: Iterable[Any]) -> str:
@@ -131,4 +131,4 @@ async def results(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[
     if file_id is None:
         return []
     text = (await client.files.content(file_id)).text
-    return [json.loads(one) for one in text.splitlines()]
+    return [json.loads(item) for item in text.splitlines()]

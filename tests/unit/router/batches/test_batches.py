@@ -54,10 +54,10 @@ async def test_the_walk_through(tmp_path: Path) -> None:
             batch.error_file_id,
             batch.output_file_id,
         ]
-        found = await results(client, batch.output_file_id)
-        assert [one["custom_id"] for one in found] == [f"request-{number}" for number in (0, 1, 2, 4)]
-        assert {one["response"]["status_code"] for one in found} == {200}
-        answer = found[0]["response"]["body"]
+        entries = await results(client, batch.output_file_id)
+        assert [entry["custom_id"] for entry in entries] == [f"request-{number}" for number in (0, 1, 2, 4)]
+        assert {entry["response"]["status_code"] for entry in entries} == {200}
+        answer = entries[0]["response"]["body"]
         assert answer["choices"][0]["message"]["content"] == "hi"
         assert batch.usage.output_tokens == 4 * answer["usage"]["completion_tokens"]
         [failed] = await results(client, batch.error_file_id)
@@ -79,9 +79,9 @@ async def test_other_endpoints(tmp_path: Path, url: Any, body: dict[str, Any]) -
         file_id = await upload(client, [line("a", url=url, body=body)])
         batch = await client.batches.create(input_file_id=file_id, endpoint=url, completion_window="24h")
         batch = await ended(client, batch.id)
-        [found] = await results(client, batch.output_file_id)
+        [entry] = await results(client, batch.output_file_id)
         alone = await client.post(url.removeprefix("/v1"), cast_to=object, body=body)
-        assert found["response"]["body"].keys() == dict(alone).keys()  # type: ignore[call-overload]
+        assert entry["response"]["body"].keys() == dict(alone).keys()  # type: ignore[call-overload]
 
 
 async def test_each_wrong_line_is_named_by_its_number(tmp_path: Path) -> None:
@@ -311,9 +311,9 @@ async def test_a_spent_budget_is_the_answer_of_a_line(tmp_path: Path) -> None:
         file_id = await upload(client, [line("a")])
         batch = await client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")
         batch = await asyncio.wait_for(ended(client, batch.id), 60)
-        [found] = await results(client, batch.error_file_id)
-        assert found["response"]["status_code"] == 429
-        assert found["response"]["body"]["error"]["code"] == "insufficient_quota"
+        [entry] = await results(client, batch.error_file_id)
+        assert entry["response"]["status_code"] == 429
+        assert entry["response"]["body"]["error"]["code"] == "insufficient_quota"
         assert len(made.generate.jobs) == 1
 
 

@@ -22,8 +22,8 @@ from tests.unit.router.scripted import talking
 async def test_a_file_is_stored_listed_read_and_deleted(tmp_path: Path) -> None:
     async with batching(tmp_path, runs=False) as (client, _):
         contents = [bytes([number]) * (300_000 * number) for number in range(4)]
-        made = [await client.files.create(file=(f"{len(one)}", one), purpose="batch") for one in contents]
-        assert [one.bytes for one in made] == [len(content) for content in contents]
+        made = [await client.files.create(file=(f"{len(item)}", item), purpose="batch") for item in contents]
+        assert [item.bytes for item in made] == [len(content) for content in contents]
         assert await (await client.files.content(made[3].id)).aread() == contents[3]
         assert [entry.id async for entry in client.files.list(limit=1)] == [entry.id for entry in reversed(made)]
         first = await client.files.list(limit=3, order="asc")
@@ -57,12 +57,12 @@ async def test_a_file_expires(tmp_path: Path) -> None:
 async def test_expired_files_take_no_place_on_a_page(tmp_path: Path) -> None:
     """A page of expired files alone was empty, and had more: clients stopped there."""
     async with batching(tmp_path, runs=False) as (client, made):
-        kept = await client.files.create(file=("kept", b"x"), purpose="batch")
+        file = await client.files.create(file=("kept", b"x"), purpose="batch")
         after: Any = {"anchor": "created_at", "seconds": 3600}
         for number in range(3):
             await client.files.create(file=(str(number), b"x"), purpose="batch", expires_after=after)
         made.clock.now_s += 4000
-        assert [entry.id async for entry in client.files.list(limit=2)] == [kept.id]
+        assert [entry.id async for entry in client.files.list(limit=2)] == [file.id]
 
 
 async def test_a_sweep_passes_over_files_that_vanish_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +134,8 @@ async def test_tenants_have_their_own(tmp_path: Path) -> None:
         assert (await ended(acme, batch.id)).status == "completed"
         assert {job.tenant for job in made.generate.jobs} == {"acme"}
         assert [entry.id async for entry in acme.batches.list()] == [batch.id]
-        assert not [one async for one in other.batches.list()]
-        assert not [one async for one in other.files.list()]
+        assert not [entry async for entry in other.batches.list()]
+        assert not [entry async for entry in other.files.list()]
         for call in (other.batches.retrieve, other.batches.cancel):
             with pytest.raises(openai.NotFoundError, match="No batch found"):
                 await call(batch.id)

@@ -24,8 +24,8 @@ AGENTS = Path(os.environ.get("BATON_SDKS", Path(__file__).parents[4] / ".venv-sd
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((RECORDED / f"{name}.json").read_text())
-    return found
+    requests: list[dict[str, Any]] = json.loads((RECORDED / f"{name}.json").read_text())
+    return requests
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -60,10 +60,10 @@ async def test_claude_code_calls_its_tool_and_reads_the_answer() -> None:
     usage = begin["message"]["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(generate.jobs[0].prompt_ids)
     assert delta["delta"]["stop_reason"] == "tool_use"
-    given = "".join(
+    arguments = "".join(
         event["delta"]["partial_json"] for event in events(reply.text) if "partial_json" in event.get("delta", {})
     )
-    assert json.loads(given) == {"command": "echo hi"}
+    assert json.loads(arguments) == {"command": "echo hi"}
     async with asking(saying("It is 42."), **TOOLED) as (http, generate):
         reply = await http.post(second["path"], json=second["body"], headers=second["headers"])
         body = {
@@ -93,12 +93,12 @@ async def test_an_agent_of_openais_sdk_uses_its_tool(api: str) -> None:
         )  # fmt: skip
         out, _ = await process.communicate()
     assert process.returncode == 0
-    found = json.loads(out)
-    whole, streamed = found["whole"].pop("usage"), found["streamed"].pop("usage")
-    assert found["whole"] == found["streamed"]
+    steps = json.loads(out)
+    whole, streamed = steps["whole"].pop("usage"), steps["streamed"].pop("usage")
+    assert steps["whole"] == steps["streamed"]
     assert (whole[0], whole[2]) == (streamed[0], streamed[2])
     assert whole[0] == 2
     assert abs(whole[1] - streamed[1]) < 8, "ids of calls are drawn, and have more or fewer tokens"
-    assert found["whole"]["text"] == "It rains."
-    assert found["whole"]["items"] == ["ToolCallItem", "ToolCallOutputItem", "MessageOutputItem"]
-    assert "raw_response_event" in found["events"]
+    assert steps["whole"]["text"] == "It rains."
+    assert steps["whole"]["items"] == ["ToolCallItem", "ToolCallOutputItem", "MessageOutputItem"]
+    assert "raw_response_event" in steps["events"]

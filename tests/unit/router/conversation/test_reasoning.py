@@ -66,12 +66,12 @@ def joined(path: str, events: list[dict[str, Any]]) -> tuple[str, str, int]:
             return thoughts, "".join(delta.get("text", "") for delta in deltas), usage["thinking_tokens"]
         case "/v1/responses":
             response = events[-1]["response"]
-            found = {event["type"]: event["content"][0]["text"] for event in response["output"]}
+            texts = {event["type"]: event["content"][0]["text"] for event in response["output"]}
             for kind in ("reasoning_text", "output_text"):
                 deltas = [event["delta"] for event in events if event["type"] == f"response.{kind}.delta"]
-                assert "".join(deltas) in found.values()
+                assert "".join(deltas) in texts.values()
             usage = response["usage"]["output_tokens_details"]
-            return found.get("reasoning", ""), found["message"], usage["reasoning_tokens"]
+            return texts.get("reasoning", ""), texts["message"], usage["reasoning_tokens"]
         case _:
             thoughts = "".join(event["message"].get("thinking", "") for event in events)
             return thoughts, "".join(event["message"]["content"] for event in events), -1
@@ -85,11 +85,11 @@ def parts_of(path: str, body: dict[str, Any]) -> tuple[str, str]:
             assert message.get("reasoning") == message.get("reasoning_content")
             return message.get("reasoning_content", ""), message["content"]
         case "/v1/messages":
-            found = {event["type"]: event.get("thinking", event.get("text")) for event in body["content"]}
-            return found.get("thinking", ""), found["text"]
+            parts = {event["type"]: event.get("thinking", event.get("text")) for event in body["content"]}
+            return parts.get("thinking", ""), parts["text"]
         case "/v1/responses":
-            found = {event["type"]: event["content"][0]["text"] for event in body["output"]}
-            return found.get("reasoning", ""), found["message"]
+            parts = {event["type"]: event["content"][0]["text"] for event in body["output"]}
+            return parts.get("reasoning", ""), parts["message"]
         case _:
             return body["message"].get("thinking", ""), body["message"]["content"]
 
@@ -208,7 +208,7 @@ def called(path: str, answer: httpx.Response, *, streamed: bool) -> tuple[str, s
         case "/v1/chat/completions":
             choices = [event["choices"][0] for event in events or [body] if event["choices"]]
             messages = [choice.get("delta", choice.get("message")) for choice in choices]
-            written = [one["function"] for message in messages for one in message.get("tool_calls") or ()]
+            written = [item["function"] for message in messages for item in message.get("tool_calls") or ()]
             [name] = [record["name"] for record in written if record.get("name")]
             arguments = orjson.loads("".join(record["arguments"] for record in written))
             thoughts = "".join(message.get("reasoning_content") or "" for message in messages)
@@ -219,10 +219,10 @@ def called(path: str, answer: httpx.Response, *, streamed: bool) -> tuple[str, s
                 kinds = {
                     event["index"]: event["content_block"] for event in events if event["type"] == "content_block_start"
                 }
-                for one in (event for event in events if event["type"] == "content_block_delta"):
+                for item in (event for event in events if event["type"] == "content_block_delta"):
                     for name in ("thinking", "text", "partial_json"):
-                        block = kinds[one["index"]]
-                        block[name] = block.get(name, "") + one["delta"].get(name, "")
+                        block = kinds[item["index"]]
+                        block[name] = block.get(name, "") + item["delta"].get(name, "")
                 content = [*kinds.values()]
                 for block in (event for event in content if event["type"] == "tool_use"):
                     block["input"] = orjson.loads(block["partial_json"])
@@ -240,9 +240,9 @@ def called(path: str, answer: httpx.Response, *, streamed: bool) -> tuple[str, s
             return texts[0], texts[1], [(call["name"], orjson.loads(call["arguments"]))], ""
         case _:
             messages = [event["message"] for event in events or [body]]
-            found = [one["function"] for message in messages for one in message.get("tool_calls", ())]
+            calls = [item["function"] for message in messages for item in message.get("tool_calls", ())]
             texts = ["".join(message.get(kind, "") for message in messages) for kind in ("thinking", "content")]
-            return texts[0], texts[1], [(entry["name"], entry["arguments"]) for entry in found], ""
+            return texts[0], texts[1], [(entry["name"], entry["arguments"]) for entry in calls], ""
 
 
 @pytest.mark.parametrize("path", ASKED)

@@ -380,7 +380,7 @@ class ShownOwner(NoFleetOwner):
             at_s=UNTIL, desired=SMALL.counts, counts=LARGE.counts, reason="answers are late", attainment=0.5,
             arrival_rate=2.0, num_waiting=7, change=1,
         )  # fmt: skip
-        kept = replace(decided, desired=LARGE.counts, reason="100.0% in time", attainment=1.0, change=0)
+        decision = replace(decided, desired=LARGE.counts, reason="100.0% in time", attainment=1.0, change=0)
         return FleetReport(
             desired=LARGE, serving={WorkerRole.DECODE: 1}, waiting_for=("decode-2 to serve",),
             changes=(
@@ -389,7 +389,7 @@ class ShownOwner(NoFleetOwner):
             ),
             planner=PlannerReport(
                 ttft_s=1.0, tpot_s=0.05, attainment=0.95, least=SMALL.counts, most=LARGE.counts,
-                decisions=(decided, kept, kept, kept),
+                decisions=(decided, decision, decision, decision),
             ),
         )  # fmt: skip
 

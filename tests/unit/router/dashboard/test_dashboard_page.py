@@ -168,7 +168,7 @@ DOOR, WRONG = "Whoever wants to see this cluster needs a key.", "This key does n
 
 def shown(lines: list[str]) -> list[str]:
     """Which of all these there are lines of."""
-    return [one for one in [*TOLD, *WHY, DOOR, WRONG] if any(re.fullmatch(one, line) for line in lines)]
+    return [pattern for pattern in [*TOLD, *WHY, DOOR, WRONG] if any(re.fullmatch(pattern, line) for line in lines)]
 
 
 async def story(cluster: Cluster, writer: str, directory: Path, href: str = "") -> dict[str, list[str]]:

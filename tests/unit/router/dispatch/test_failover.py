@@ -76,7 +76,8 @@ class Answers:
     async def all(self) -> dict[str, list[dict[str, Any]]]:
         told = await asyncio.gather(*self.asking)
         return {
-            f"{kind}, {'streamed' if stream else 'whole'}": one for (kind, stream), one in zip(ASKED, told, strict=True)
+            f"{kind}, {'streamed' if stream else 'whole'}": choice
+            for (kind, stream), choice in zip(ASKED, told, strict=True)
         }
 
 
@@ -85,8 +86,8 @@ def whole(pieces: list[dict[str, Any]]) -> dict[str, Any]:
     logprobs = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
     return {
         "text": "".join(piece["text"] for piece in pieces),
-        "token_ids": [one for piece in pieces for one in piece.get("token_ids") or ()],
-        "logprobs": {name: [one for part in logprobs for one in part[name]] for name in (logprobs or [{}])[0]},
+        "token_ids": [value for piece in pieces for value in piece.get("token_ids") or ()],
+        "logprobs": {name: [value for part in logprobs for value in part[name]] for name in (logprobs or [{}])[0]},
         "finish_reason": [piece["finish_reason"] for piece in pieces if piece["finish_reason"]],
     }
 
@@ -100,15 +101,15 @@ async def until_all_wait(cluster: Cluster, role: WorkerRole, num_made: int) -> N
     workers = [worker for worker in cluster.workers.values() if worker.role is role]
 
     def wait() -> bool:
-        running = [one for worker in workers for one in worker.running.values()]
-        return len(running) == num_jobs() and all(one.num_made == num_made for one in running)
+        running = [sequence for worker in workers for sequence in worker.running.values()]
+        return len(running) == num_jobs() and all(sequence.num_made == num_made for sequence in running)
 
     waiting = [asyncio.create_task(worker.until(wait)) for worker in workers]  # the last to get there notices
     done, pending = await asyncio.wait(waiting, return_when="FIRST_COMPLETED")
-    for one in pending:
-        one.cancel()
-    for one in done:
-        one.result()
+    for task in pending:
+        task.cancel()
+    for task in done:
+        task.result()
 
 
 async def dies(cluster: Cluster, worker_id: str) -> None:

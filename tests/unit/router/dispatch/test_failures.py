@@ -147,7 +147,7 @@ async def test_what_kept_a_reservation_is_free_without_a_collection_of_cycles(tw
         await collect(two_pairs, job())
         await asyncio.sleep(0)  # what was cancelled has ended
         assert not renewals()
-        assert not [one for one in gc.get_objects() if type(one) is LeaseRenewal]
+        assert not [value for value in gc.get_objects() if type(value) is LeaseRenewal]
     finally:
         gc.enable()
 

@@ -26,7 +26,9 @@ def each_death_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 async def dying_of(worker: FakeWorker, prompt_ids: tuple[int, ...]) -> None:
     """The worker dies, and comes again, whenever it is given this prompt."""
     while True:
-        await worker.until(lambda: any(one.request.prompt_ids == prompt_ids for one in worker.running.values()))
+        await worker.until(
+            lambda: any(sequence.request.prompt_ids == prompt_ids for sequence in worker.running.values())
+        )
         await worker.die()
         await worker.restart()
 

@@ -185,11 +185,11 @@ def test_a_new_line_is_tried_from_one_batch_on_however_many_were_tried_at_last()
             suspects.drop(earlier[name])
         later = {name: CrashHistory() for name in ("innocent", "poison")}
         await struck_out(suspects, later)
-        turns = [asyncio.create_task(suspects.turn(one)) for one in later.values()]
+        turns = [asyncio.create_task(suspects.turn(job)) for job in later.values()]
         await asyncio.sleep(1.0)
         assert [turn.done() for turn in turns] == [True, False]
-        for one in later.values():
-            suspects.drop(one)
+        for job in later.values():
+            suspects.drop(job)
         await asyncio.gather(*turns)
 
     run_virtually(main(), loop=VirtualLoop())

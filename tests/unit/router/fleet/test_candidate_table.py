@@ -48,13 +48,13 @@ def some_load(rng: random.Random, step: int) -> WorkerLoad:
 
 
 def observe(predictor: Predictor, members: list[Member], rng: random.Random, now: float) -> None:
-    one, other = rng.choice(members), rng.choice(members)
-    assert one.role is not None
-    predictor.routed(one.worker_id, one.role, rng.randrange(2000), beside=rng.randrange(9), now=now)
+    first, other = rng.choice(members), rng.choice(members)
+    assert first.role is not None
+    predictor.routed(first.worker_id, first.role, rng.randrange(2000), beside=rng.randrange(9), now=now)
     seen: dict[str, Any] = {"seconds": rng.random(), "now": now}
-    predictor.saw_first_token(one.worker_id, one.role, num_tokens=rng.randrange(1, 2000), **seen)
-    predictor.saw_answer(one.worker_id, one.role, num_sequences=2, num_tokens=20, **seen)
-    predictor.saw_transfer(one.worker_id, other.worker_id, num_bytes=1e6, **seen)
+    predictor.saw_first_token(first.worker_id, first.role, num_tokens=rng.randrange(1, 2000), **seen)
+    predictor.saw_answer(first.worker_id, first.role, num_sequences=2, num_tokens=20, **seen)
+    predictor.saw_transfer(first.worker_id, other.worker_id, num_bytes=1e6, **seen)
 
 
 @pytest.mark.parametrize("count", [5, 12])
@@ -81,13 +81,15 @@ def test_columns_are_what_would_be_worked_out_for_each_worker(count: int) -> Non
                 if member.role
             }
         assert offered.workers.worker_ids == tuple(expected)
-        for found, one in zip(offered, members, strict=True):
-            about = expected[found.worker_id]
-            assert (found.prefill_time, found.step_time) == (about.prefill_time, about.step_time)
-            assert found.transfer_time == about.transfer_time
-            assert found.recent_tokens == about.recent_tokens
-            assert found.queued_prefill_tokens == one.load_row().queued_prefill_tokens
-            assert CandidateTable.of([found]).values[:, 0].tolist() == offered.values[:, members.index(one)].tolist()
+        for candidate, one in zip(offered, members, strict=True):
+            about = expected[candidate.worker_id]
+            assert (candidate.prefill_time, candidate.step_time) == (about.prefill_time, about.step_time)
+            assert candidate.transfer_time == about.transfer_time
+            assert candidate.recent_tokens == about.recent_tokens
+            assert candidate.queued_prefill_tokens == one.load_row().queued_prefill_tokens
+            assert (
+                CandidateTable.of([candidate]).values[:, 0].tolist() == offered.values[:, members.index(one)].tolist()
+            )
         assert [output.num_cached_tokens for output in islice(offered, 3)] == [0, 39, 32]
         assert [one.num_host_tokens for one in islice(offered, 3)] == [0, 0, 16]
         for predictor in (together, alone):
@@ -134,12 +136,12 @@ def test_who_comes_back_with_another_role_is_offered_in_that_one() -> None:
 def test_of_many_candidates_those_of_interest_are_kept(count: int) -> None:
     def worker(number: int, kind: WorkerRole, **kwargs: Any) -> Candidate:
         line = Line(fixed_s=0.01 * (number + 1), each_s=1e-4)
-        known: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "prefill_time": line,
             "step_time": line,
             "num_free_blocks": 99,
         } | kwargs
-        return Candidate(worker_id=f"{kind[0]}{number}", role=kind, num_blocks=99, **known)
+        return Candidate(worker_id=f"{kind[0]}{number}", role=kind, num_blocks=99, **fields)
 
     last = count - 1
     candidates = CandidateTable.of(
@@ -152,9 +154,9 @@ def test_of_many_candidates_those_of_interest_are_kept(count: int) -> None:
     short = ShortRemainder(max_tokens=0, max_share=0.0)
     policy = pair("slo", prefill=prefill_rank(objectives), decode=decode_rank(objectives), short=short)
     decision: Decision = policy(RequestView(request_id="r", num_tokens=900, block_size=SIZE), candidates)
-    kept = {candidate.worker_id for candidate in kept_candidates(candidates, decision)}
-    assert {decision.prefill, decision.decode, f"p{last}"} <= kept
-    assert len(kept) == len(candidates) if count <= MAX_SCORES else len(kept) <= 2 * MAX_SCORES + 2
+    names = {candidate.worker_id for candidate in kept_candidates(candidates, decision)}
+    assert {decision.prefill, decision.decode, f"p{last}"} <= names
+    assert len(names) == len(candidates) if count <= MAX_SCORES else len(names) <= 2 * MAX_SCORES + 2
     lowest = min(decision.scores[: len(decision.scores) // 2], key=lambda one: one.total)
     assert lowest.worker_id == decision.prefill
 

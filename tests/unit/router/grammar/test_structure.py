@@ -209,7 +209,7 @@ async def test_a_grammar_that_takes_long_holds_up_nobody(monkeypatch: pytest.Mon
 async def test_large_grammars_hold_up_no_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
     large = [choice_grammar([str(number) * checker.LARGE_CHARS]) for number in range(checker.MAX_AT_ONCE)]
     held, checking = Held(monkeypatch, *large), GrammarChecks()
-    slow = [asyncio.create_task(checking.check(one, param="grammar")) for one in large]
+    slow = [asyncio.create_task(checking.check(grammar, param="grammar")) for grammar in large]
     assert await asyncio.to_thread(held.begun.wait, 60)
     await checking.check('start: "b"', param="grammar")
     assert not any(task.done() for task in slow)
@@ -219,15 +219,15 @@ async def test_large_grammars_hold_up_no_small_one(monkeypatch: pytest.MonkeyPat
 
 async def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyPatch, processes: Processes) -> None:
     held, checking = Held(monkeypatch, 'start: "a"'), GrammarChecks()
-    slow, *gone, shared, kept = (
+    slow, *gone, shared, waited = (
         asyncio.create_task(checking.check(f'start: "{name}"', param="grammar")) for name in "abcdd"
     )
     assert await asyncio.to_thread(held.begun.wait, 60)
-    for one in (*gone, shared):
-        one.cancel()
+    for task in (*gone, shared):
+        task.cancel()
     await asyncio.wait([*gone, shared])
     held.go_on.set()
-    await asyncio.gather(slow, kept)
+    await asyncio.gather(slow, waited)
     await checking.check('start: "b"', param="grammar")
     assert held.asked == [f'start: "{name}"' for name in "adb"]
     checking.close()

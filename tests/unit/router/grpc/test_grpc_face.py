@@ -53,7 +53,7 @@ def request(**fields: Any) -> pb.GenerateRequest:
 
 async def test_an_answer_comes_in_chunks_and_ends_with_the_usage() -> None:
     async with calling() as (channel, generate):
-        *chunks, last = [one async for one in pb_grpc.InferenceStub(channel).Generate(request())]
+        *chunks, last = [chunk async for chunk in pb_grpc.InferenceStub(channel).Generate(request())]
     assert "".join(chunk.text for chunk in chunks) == TEXT
     assert [token_id for chunk in chunks for token_id in chunk.token_ids] == [*ids_of(TEXT), *ids_of("<|end|>")]
     assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
@@ -70,8 +70,8 @@ async def test_special_tokens_of_a_text_are_split_where_the_call_says_so() -> No
             await stub.Complete(request(text="<|end|>", split_special_tokens=split))
             told = await stub.Tokenize(pb.TokenizeRequest(model="tiny", text="<|end|>", split_special_tokens=split))
             assert list(told.ids) == list(generate.jobs[-1].prompt_ids)
-    kept, split_ids = ([*job.prompt_ids] for job in generate.jobs)
-    assert kept == ids_of("<|bos|><|end|>")
+    whole_ids, split_ids = ([*job.prompt_ids] for job in generate.jobs)
+    assert whole_ids == ids_of("<|bos|><|end|>")
     assert split_ids == [*ids_of("<|bos|>"), *ids_of("<"), *ids_of("|end|>")]
 
 
@@ -174,10 +174,10 @@ async def test_an_answers_form_reaches_the_workers(form: dict[str, Any], grammar
 
 
 async def test_a_prediction_reaches_the_workers_and_is_counted() -> None:
-    given = pb.Speculation(enabled=True, sources=["ngram"], max_drafts=2)
+    speculation = pb.Speculation(enabled=True, sources=["ngram"], max_drafts=2)
     async with calling(as_predicted) as (channel, generate):
         stub = pb_grpc.InferenceStub(channel)
-        whole = await stub.Complete(request(predicted_text=TEXT, sampling=pb.Sampling(speculation=given)))
+        whole = await stub.Complete(request(predicted_text=TEXT, sampling=pb.Sampling(speculation=speculation)))
         async for chunk in stub.Generate(request(predicted_tokens=pb.TokenIds(ids=[5, 6]))):
             last = chunk
     first, second = [job.sampling.speculation for job in generate.jobs]

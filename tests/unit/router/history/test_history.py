@@ -39,7 +39,7 @@ async def test_a_period_has_what_was_counted_in_it() -> None:
     sampling.sample(NOW)
     sampling.sample(NOW + PERIOD_S)
     open_track.finish()
-    busy, quiet = (view(one, SECONDS, GAP_SECONDS) for one in history.since(0))
+    busy, quiet = (view(sample, SECONDS, GAP_SECONDS) for sample in history.since(0))
     assert busy["at"] == NOW
     assert busy["requests_per_s"] * 3 == pytest.approx(busy["output_tokens_per_s"] * 2)
     assert busy["hit_rate"] == 0.75
@@ -57,7 +57,7 @@ async def test_a_clock_that_is_set_back_adds_no_period_and_loses_no_count() -> N
     serve(metrics)
     for now in (NOW - 300, NOW + 0.4, NOW + PERIOD_S):
         sampling.sample(now)
-    assert [one.at for one in history.since(0)] == [NOW, NOW + PERIOD_S]
+    assert [sample.at for sample in history.since(0)] == [NOW, NOW + PERIOD_S]
     assert history.since(NOW)[0].prompt == 8
 
 
@@ -74,9 +74,9 @@ def test_it_keeps_an_hour() -> None:
     history = History()
     for number in range(NUM_PERIODS + 5):
         history.add(period(NOW + PERIOD_S * number))
-    kept = history.since(0)
-    assert (len(kept), kept[-1].at - kept[0].at) == (NUM_PERIODS, 3600 - PERIOD_S)
-    assert history.since(history.last_at - PERIOD_S) == kept[-1:]
+    samples = history.since(0)
+    assert (len(samples), samples[-1].at - samples[0].at) == (NUM_PERIODS, 3600 - PERIOD_S)
+    assert history.since(history.last_at - PERIOD_S) == samples[-1:]
 
 
 def test_a_period_is_shown_as_shares_and_quantiles() -> None:

@@ -150,8 +150,8 @@ async def test_what_is_no_request_is_answered_and_ends_its_connection(kind: str)
     async with calling(generate) as caller:
         caller.writer.write(NOT_REQUESTS[kind])
         await caller.writer.drain()
-        found, error = await caller.error()
-    assert (found, error["code"]) == (400, "invalid_request")
+        status, error = await caller.error()
+    assert (status, error["code"]) == (400, "invalid_request")
     assert not generate.jobs
 
 
@@ -159,7 +159,7 @@ async def test_a_body_may_come_in_very_many_chunks() -> None:
     body = BODY[:-1] + b" " * 100_000 + b"}"
     generate = Scripted(saying("hi"))
     async with calling(generate) as caller:
-        pieces = b"".join(b"0001;a\r\n%c\r\n" % one for one in body)
+        pieces = b"".join(b"0001;a\r\n%c\r\n" % byte for byte in body)
         caller.writer.write(LINE + b"Connection: close\r\n" + PIECES + pieces + b"0\r\n\r\n")
         status, _, _ = await caller.told()
     assert (status, len(generate.jobs)) == (200, 1)

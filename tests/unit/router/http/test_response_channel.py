@@ -37,8 +37,8 @@ def test_no_token_waits_for_the_acknowledgement_of_the_one_before(
             httpx.AsyncClient(base_url=url, timeout=60) as client,
         ):
             await client.get("/v1/models")
-            sockets = [one.get_extra_info("socket") for one in accepted]
-            return [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets]
+            sockets = [connection.get_extra_info("socket") for connection in accepted]
+            return [connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for connection in sockets]
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(delays()) == [1]

@@ -171,11 +171,11 @@ def test_requests_are_found_however_the_body_is_cut(size: int) -> None:
     ]  # fmt: skip
     body = b' { "requests" : [' + b" , ".join(map(orjson.dumps, requests)) + b" ] } \n"
     reader = RequestsReader(1000)
-    found: list[bytes] = []
+    lines: list[bytes] = []
     for at in range(0, len(body), size):
-        found += reader.feed(body[at : at + size])
+        lines += reader.feed(body[at : at + size])
     reader.end()
-    assert [orjson.loads(one) for one in found] == requests
+    assert [orjson.loads(line) for line in lines] == requests
 
 
 @pytest.mark.parametrize("requests", [b"{}{}", b",{}", b"{},,{}", b"{},", b"{} ,\n, {}"])

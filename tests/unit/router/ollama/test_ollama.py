@@ -78,8 +78,8 @@ async def test_the_same_conversation_has_the_same_tokens_as_a_chat() -> None:
     async with asking(**TOOLED) as (http, generate):
         usage = (await http.post("/v1/chat/completions", json=ours)).json()["usage"]
         answer = await http.post("/api/chat", json=theirs | {"stream": False})
-    one, other = generate.jobs
-    assert one.prompt_ids == other.prompt_ids
+    first, other = generate.jobs
+    assert first.prompt_ids == other.prompt_ids
     assert other.sampling.temperature == 0
     assert answer.json()["prompt_eval_count"] == usage["prompt_tokens"]
     assert answer.json()["eval_count"] == usage["completion_tokens"] == 3

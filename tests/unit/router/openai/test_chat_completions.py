@@ -165,7 +165,7 @@ async def test_logprobs_tell_text_and_bytes(stream: bool) -> None:
         if stream:
             chunks = await streamed(client, logprobs=True, top_logprobs=3)
             told = [chunk.choices[0].logprobs for chunk in chunks]
-            entries = [entry for one in told if one is not None for entry in one.content]
+            entries = [entry for logprobs in told if logprobs is not None for entry in logprobs.content]
         else:
             reply = await ask(client, logprobs=True, top_logprobs=3)
             entries = reply.choices[0].logprobs.content
@@ -198,7 +198,7 @@ async def test_token_ids_are_returned_on_demand() -> None:
     prompt, said = list(generate.jobs[0].prompt_ids), [*ids_of("naïve café 🙂"), ids_of("<|end|>")[0]]
     assert (reply.prompt_token_ids, reply.choices[0].token_ids) == (prompt, said)
     assert chunks[0].prompt_token_ids == prompt
-    assert [one for chunk in chunks for one in getattr(chunk.choices[0], "token_ids", [])] == said
+    assert [token_id for chunk in chunks for token_id in getattr(chunk.choices[0], "token_ids", [])] == said
 
 
 async def test_prompt_logprobs_are_returned_on_demand() -> None:

@@ -25,8 +25,8 @@ from tests.unit.router.scripted import (
 
 
 async def ask(client: openai.AsyncOpenAI, **options: Any) -> Any:
-    given: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 50} | options
-    return await client.completions.create(**given)
+    body: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 50} | options
+    return await client.completions.create(**body)
 
 
 async def streamed(client: openai.AsyncOpenAI, **options: Any) -> list[Any]:
@@ -110,7 +110,7 @@ async def test_of_best_of_the_likeliest_are_told(worst: float | None) -> None:
         said = token_deltas(ids_of(f" {byte_level().decode(job.prompt_ids[1:])} {place}" + "." * place), job)
         likely = [worst, -1.0, -2.0][place % 3]
         if likely is None:
-            return [replace(one, logprobs=()) for one in said]
+            return [replace(delta, logprobs=()) for delta in said]
         score: dict[str, Any] = {"logprob": likely}
         return [
             replace(
@@ -150,14 +150,14 @@ async def test_an_echo_repeats_the_prompt_with_its_logprobs(stream: bool, family
     tokenizer = family()
     async with talking(saying("the", tokenizer), tokenizer=tokenizer) as (client, generate):
         if stream:
-            choices = [one.choices[0] for one in await streamed(client, echo=True, logprobs=2)]
+            choices = [chunk.choices[0] for chunk in await streamed(client, echo=True, logprobs=2)]
         else:
             choices = (await ask(client, echo=True, logprobs=2)).choices
     text = "".join(choice.text for choice in choices)
     columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "text_offset": []}
     for name, column in columns.items():
-        for one in choices:
-            column.extend(getattr(one.logprobs, name))
+        for chunk in choices:
+            column.extend(getattr(chunk.logprobs, name))
     num_prompt = len(generate.jobs[0].prompt_ids)
     assert text.startswith("hello")
     assert text.strip().endswith("the")
@@ -205,7 +205,7 @@ async def test_vllms_extras() -> None:
         assert (choice.prompt_token_ids, choice.token_ids) == (prompt, said)
         assert [None if logprob is None else list(logprob) for logprob in choice.prompt_logprobs] == [
             None,
-            *([str(one)] for one in prompt[1:]),
+            *([str(token_id)] for token_id in prompt[1:]),
         ]
     assert [token_id for chunk in chunks for token_id in chunk.choices[0].token_ids] == said
     assert chunks[0].choices[0].prompt_token_ids == prompt
@@ -251,12 +251,12 @@ async def test_a_model_has_the_encoding_that_its_workers_report() -> None:
 
 async def test_the_fingerprint_changes_with_how_workers_keep_weights_and_kv() -> None:
     """`--quantize` and `--kv-dtype` change answers, and left it as it was."""
-    fleet, found = Crew(), []
+    fleet, fingerprints = Crew(), []
     async with talking(fleet=fleet) as (client, _):
         for fleet.stored in ("BF16, 16 bits a weight; KV bfloat16", "BF16, 16 bits a weight; KV int8", "rounded-int4"):
-            found += [(await ask(client)).system_fingerprint for _ in range(2)]
-    assert found[::2] == found[1::2]
-    assert len(set(found)) == 3
+            fingerprints += [(await ask(client)).system_fingerprint for _ in range(2)]
+    assert fingerprints[::2] == fingerprints[1::2]
+    assert len(set(fingerprints)) == 3
 
 
 async def test_models_are_listed() -> None:

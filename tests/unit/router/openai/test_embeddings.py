@@ -22,11 +22,11 @@ async def test_each_prompt_has_a_vector_of_length_one(given: Any, num_prompts: i
         reply = await client.embeddings.create(model="tiny", input=given)
         plain = await client.embeddings.create(model="tiny", input=given, encoding_format="float")
     assert [row.index for row in reply.data] == list(range(num_prompts))
-    for one, other in zip(reply.data, plain.data, strict=True):
-        assert one.embedding == other.embedding == pytest.approx([0.6, 0.8, *[0.0] * 6])
-    num_tokens = sum(len(one.prompt_ids) for one in generate.jobs[:num_prompts])
+    for item, other in zip(reply.data, plain.data, strict=True):
+        assert item.embedding == other.embedding == pytest.approx([0.6, 0.8, *[0.0] * 6])
+    num_tokens = sum(len(item.prompt_ids) for item in generate.jobs[:num_prompts])
     assert (reply.usage.prompt_tokens, reply.usage.total_tokens) == (num_tokens, num_tokens)
-    assert {one.sampling.pooling for one in generate.jobs} == {"last"}
+    assert {item.sampling.pooling for item in generate.jobs} == {"last"}
 
 
 async def test_as_many_inputs_as_openai_takes_have_a_vector_each() -> None:

@@ -96,8 +96,8 @@ def deep(depth: int) -> dict[str, Any]:
     ],
 )
 def test_no_documented_parameter_is_unknown(body: type[Body], refusals: dict[str, Any], documented: Any) -> None:
-    known = body.model_fields.keys() | refusals.keys()
-    assert documented.__annotations__.keys() | {"stream"} <= known
+    names = body.model_fields.keys() | refusals.keys()
+    assert documented.__annotations__.keys() | {"stream"} <= names
     assert not body.model_fields.keys() & refusals.keys(), "honoured and refused at once"
 
 

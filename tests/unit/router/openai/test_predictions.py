@@ -27,13 +27,13 @@ def as_predicted(job: Job) -> list[Any]:
 
 
 async def usage_of(client: openai.AsyncOpenAI, *, chat: bool, stream: bool) -> Any:
-    given: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "extra_body": {"prediction": PREDICTION}}
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "extra_body": {"prediction": PREDICTION}}
     if stream:
-        given |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
     if chat:
-        reply: Any = await client.chat.completions.create(messages=[{"role": "user", "content": "hello"}], **given)
+        reply: Any = await client.chat.completions.create(messages=[{"role": "user", "content": "hello"}], **body)
     else:
-        reply = await client.completions.create(prompt="hello", **given)
+        reply = await client.completions.create(prompt="hello", **body)
     if not stream:
         return reply.usage
     return [chunk async for chunk in reply][-1].usage

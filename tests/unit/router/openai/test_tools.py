@@ -22,7 +22,7 @@ DEEP: dict[str, Any] = {}
 for _ in range(70):
     DEEP = {"items": DEEP}
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
-# As Qwen's: tools first, calls between tags, a tool's word in a user's turn.
+# Qwen's order: tools first, calls between tags, a tool's word in a user's turn.
 HERMES = ChatTemplate(
     "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}<tool_call>{% endif %}"
     "{% for m in messages %}<|user|>{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"

@@ -49,10 +49,10 @@ class Town:
         self._num_decided = 0
 
     def candidates(self, num_tokens: int) -> CandidateTable:
-        found = []
+        offers = []
         for worker in self.workers:
             load = worker.load()
-            found.append(
+            offers.append(
                 predicted(
                     self.predictor, worker.name, worker.role, load, now=self.now,
                     num_cached_tokens=min(worker.num_cached // BLOCK_SIZE * BLOCK_SIZE, num_tokens - 1),
@@ -60,7 +60,7 @@ class Town:
                     prefill_tokens_per_s=load.prefill_tokens_per_s, decode_step_s=load.decode_step_s,
                 )
             )  # fmt: skip
-        return CandidateTable.of(found)
+        return CandidateTable.of(offers)
 
     def turn(self, num_tokens: int) -> tuple[Decision, CandidateTable]:
         """A request is decided on, answered and learned from."""

@@ -237,7 +237,7 @@ def test_lines_of_lanes_are_those_measured_last_whatever_workers_asks() -> None:
 
     def each_s() -> dict[str, float]:
         told = ways.lines(workers).each_s.tolist()
-        return {name: one for name, one in zip(workers.worker_ids, told, strict=True) if one == one}
+        return {name: seconds for name, seconds in zip(workers.worker_ids, told, strict=True) if seconds == seconds}
 
     assert each_s() == {"d1": 1.0}
     ways.set("d1", Line(each_s=2.0))

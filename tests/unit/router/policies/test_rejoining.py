@@ -51,8 +51,8 @@ class Agents:
         )  # fmt: skip
         candidates = [self._candidate(name, kind) for name in self.cached]
         chosen = self._policy(view, CandidateTable.of(candidates)).decode
-        running, found = self._until_s[chosen], kind in self.cached[chosen]
-        num_read, beside, now = QUESTION if found else SYSTEM + QUESTION, len(running), self._now
+        running, cached = self._until_s[chosen], kind in self.cached[chosen]
+        num_read, beside, now = QUESTION if cached else SYSTEM + QUESTION, len(running), self._now
         self._predictor.routed(chosen, ROLE, num_read, beside=beside, now=now)
         read_s, step_s = 0.005 + READ_S * num_read, STEP_S + BESIDE_S * (beside + 1)
         self._predictor.saw_first_token(chosen, ROLE, num_tokens=num_read, seconds=read_s, now=now)

@@ -25,8 +25,8 @@ def conversations(rng: random.Random, num: int) -> list[list[BlockHash]]:
     """Chains that share beginnings: a few system prompts, and turns that branch off earlier ones."""
     chains = [[block(rng) for _ in range(3)] for _ in range(4)]
     while len(chains) < num:
-        known = rng.choice(chains)
-        chains.append([*known[: rng.randint(1, len(known))], *(block(rng) for _ in range(rng.randint(1, 40)))])
+        chain = rng.choice(chains)
+        chains.append([*chain[: rng.randint(1, len(chain))], *(block(rng) for _ in range(rng.randint(1, 40)))])
     return chains
 
 
@@ -81,7 +81,7 @@ def test_a_parent_with_very_many_children_may_go_before_them() -> None:
     """Beyond a bound the children are not counted any more: then the worker is walked, which is exact as well."""
     rng, index = random.Random(0), TablePrefixIndex()
     root, children = block(rng), [block(rng) for _ in range(5000)]
-    index.apply("w", (BlockStored(hashes=(root,)), *(BlockStored(hashes=(one,), parent=root) for one in children)))
+    index.apply("w", (BlockStored(hashes=(root,)), *(BlockStored(hashes=(child,), parent=root) for child in children)))
     index.apply("w", (BlockRemoved(hashes=(root,)),))
     index.apply("v", (BlockStored(hashes=(root, children[0])),))
     assert index.match([root, children[0]], now=0.0).blocks == {"v": 2}

@@ -27,14 +27,14 @@ ONLY_SEARCH: dict[str, Any] = {"type": "allowed_tools", "mode": "auto", "tools":
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     """The events, in the order of their numbers, each in the form of the client's model of it."""
-    found = []
+    events = []
     for number, event in enumerate(answer.text.removesuffix("\n\n").split("\n\n")):
         name, _, data = event.partition("\n")
         content = orjson.loads(data.removeprefix("data: "))
         assert name == f"event: {content['type']}"
         assert content["sequence_number"] == number
-        found.append(content)
-    return found
+        events.append(content)
+    return events
 
 
 async def test_an_answer_streamed_or_whole_is_the_same() -> None:
@@ -128,8 +128,8 @@ async def test_the_same_conversation_has_the_same_tokens_as_a_chat() -> None:
     async with asking(**TOOLED) as (http, generate):
         ours = (await http.post("/v1/chat/completions", json=chat)).json()["usage"]
         theirs = await http.post("/v1/responses", json=asked)
-    one, other = generate.jobs
-    assert one.prompt_ids == other.prompt_ids
+    first, other = generate.jobs
+    assert first.prompt_ids == other.prompt_ids
     assert theirs.headers["x-baton-ignored"] == "input[4]: web_search_call"
     usage = theirs.json()["usage"]
     assert (usage["input_tokens"], usage["output_tokens"]) == (ours["prompt_tokens"], ours["completion_tokens"])

@@ -76,9 +76,9 @@ async def test_a_request_goes_on_with_a_successor_only_where_its_tokens_mean_the
 
 
 def test_the_workers_of_a_revision_are_found_in_a_table() -> None:
-    revisions, one, other = FleetRevisions(), worker(DECODE, "old"), worker(DECODE, "new")
-    revisions.update([one, other])
-    table = WorkerSet([one.info.worker_id, other.info.worker_id], [DECODE, DECODE])
+    revisions, first, other = FleetRevisions(), worker(DECODE, "old"), worker(DECODE, "new")
+    revisions.update([first, other])
+    table = WorkerSet([first.info.worker_id, other.info.worker_id], [DECODE, DECODE])
     assert (revisions.places("new", table), revisions.serves_all("new")) == ([1], False)
     revisions.update([other])
     assert revisions.serves_all("new")

@@ -114,9 +114,9 @@ async def test_named_events_of_messages_are_written_by_the_sink(two: Cluster, mo
     taken, report = list[int](), TokenSink.report
 
     def note(sink: TokenSink, now: float) -> tuple[int, ...]:
-        found = report(sink, now)
-        taken.append(len(found))
-        return found
+        result = report(sink, now)
+        taken.append(len(result))
+        return result
 
     monkeypatch.setattr(TokenSink, "report", note)
     async with served(two) as client:
@@ -195,7 +195,7 @@ async def test_an_answer_leaves_nothing_for_the_collector(two: Cluster, asked: d
 
     def alive() -> int:
         return sum(
-            issubclass(type(one), EventStream | SseWriter | TokenSink | ResponseChannel) for one in gc.get_objects()
+            issubclass(type(item), EventStream | SseWriter | TokenSink | ResponseChannel) for item in gc.get_objects()
         )
 
     async with served(two) as client:

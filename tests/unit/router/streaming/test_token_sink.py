@@ -42,9 +42,9 @@ class Connection:
         return [b'data: {"r":"', b'","t":"', b'"}\n\n'] if is_reasoning else [b'data: {"t":"', b'"}\n\n']
 
     def texts(self) -> list[str]:
-        found = texts_of(b"".join(self.chunks))
+        received = texts_of(b"".join(self.chunks))
         self.chunks.clear()
-        return found
+        return received
 
     def _write(self, chunk: bytes) -> None:
         if self.is_broken:
@@ -63,14 +63,14 @@ class Choice:
 
 
 def texts_of(chunks: bytes) -> list[str]:
-    found = []
+    texts = []
     while chunks:
         size, _, chunks = chunks.partition(b"\r\n")
         event, chunks = chunks[: int(size, 16)], chunks[int(size, 16) :]
         assert chunks.startswith(b"\r\n")
-        found.append(orjson.loads(event.removeprefix(b"data: "))["t"])
+        texts.append(orjson.loads(event.removeprefix(b"data: "))["t"])
         chunks = chunks[2:]
-    return found
+    return texts
 
 
 def left(table: SinkTable, numbers: Sequence[int], token_ids: Sequence[int], now: float) -> list[int]:

@@ -66,10 +66,10 @@ def test_a_stage_has_what_its_events_know() -> None:
         *PAIR[:5], at(3.2, EventKind.CHUNK, tokens=2048), at(3.8, EventKind.CHUNK, tokens=4103), *PAIR[5:7],
         at(5, EventKind.KV_ARRIVED, kv_bytes=1 << 20, transport="shm", hidden_s=2), at(9, EventKind.ENDED),
     ]  # fmt: skip
-    known = {span.name: span.attributes for span in spans_of(record(events))[2:]}
-    assert known["prefill"] == {"baton.worker": "p0", "baton.chunks": 2, "baton.computed_tokens": 4103}
-    assert known["transfer"] == {"baton.kv_bytes": 1 << 20, "baton.transport": "shm", "baton.hidden_s": 2}
-    assert known["decode"] == {}
+    attributes = {span.name: span.attributes for span in spans_of(record(events))[2:]}
+    assert attributes["prefill"] == {"baton.worker": "p0", "baton.chunks": 2, "baton.computed_tokens": 4103}
+    assert attributes["transfer"] == {"baton.kv_bytes": 1 << 20, "baton.transport": "shm", "baton.hidden_s": 2}
+    assert attributes["decode"] == {}
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ async def test_tools_are_shown_as_transformers_shows_them() -> None:
     assert (template.shows_tools, format_of(template.tool_source)) == (True, ToolFormat.HERMES)
 
 
-# As GLM-4-0414's: the name of a called function is metadata, and a result is an observation.
+# GLM-4-0414's order: the name of a called function is metadata, and a result is an observation.
 OBSERVING = (
     "{% for m in messages %}{% set meta = m.get('metadata', '') %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}"
     "{% elif m.role == 'assistant' and not meta %}<|assistant|>\n{{ m.content }}"

@@ -121,7 +121,7 @@ def byte_level(*special: str) -> Texts:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    corpus = [*CORPUS, *(f"what is <{one}> or |{one}|>" for one in ("im", "end", "s"))]
+    corpus = [*CORPUS, *(f"what is <{name}> or |{name}|>" for name in ("im", "end", "s"))]
     backend.train_from_iterator(
         corpus, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     )
@@ -178,9 +178,9 @@ def shape(name: str) -> tuple[Texts, ChatTemplate]:
     make, source = SHAPES[name]
     texts = make()
     if not source:
-        found = ChatTemplate.load(FolderFiles(DEMO), texts.named_tokens, texts.added_tokens)
-        assert found is not None
-        return texts, found
+        template = ChatTemplate.load(FolderFiles(DEMO), texts.named_tokens, texts.added_tokens)
+        assert template is not None
+        return texts, template
     return texts, ChatTemplate(source, named_tokens=texts.named_tokens, added_tokens=texts.added_tokens)
 
 
@@ -191,7 +191,7 @@ def encoded(name: str, messages: Sequence[dict[str, Any]], **asked: Any) -> tupl
 
 def control(name: str, ids: Sequence[int]) -> list[str]:
     texts, template = shape(name)
-    return [found for token_id in ids if (found := texts.token_text(token_id)) in template.controls.texts]
+    return [text for token_id in ids if (text := texts.token_text(token_id)) in template.controls.texts]
 
 
 @cache
@@ -201,13 +201,15 @@ def fragments(name: str) -> Sequence[str]:
     halves = [part for text in whole for at in (1, 2, 4, len(text) - 1) for part in (text[:at], text[at:])]
     cut = [text[:at] + gap + text[at:] for text in whole for at in (1, 3) for gap in ("/think", " ", "</think>")]
     inner = [text[size:-size].strip("/") for text in whole for size in (1, 2)]
-    changed = [one for text in inner for one in (text, text.upper(), text.replace("_", "-"), "x/" + text, text + "$")]
+    changed = [
+        variant for text in inner for variant in (text, text.upper(), text.replace("_", "-"), "x/" + text, text + "$")
+    ]
     return [*whole, *halves, *cut, *changed, "a", " ", "\n", "<", ">", "|", "\U0001f642", "\ufdd0"]
 
 
 def conversation(name: str, content: Sequence[str]) -> list[dict[str, Any]]:
     def said(text: str, rest: str) -> Any:
-        parts = [{"type": "text", "text": one} for one in (text, rest)]
+        parts = [{"type": "text", "text": part} for part in (text, rest)]
         return parts if name == "parted" else text + rest
 
     first, second, third, fourth = content
@@ -250,9 +252,9 @@ def harmless(value: Any, names: dict[str, str]) -> Any:
         case str():
             return names.setdefault(value, f"q{len(names)}") if value.strip() else value
         case list():
-            return [harmless(one, names) for one in value]
+            return [harmless(item, names) for item in value]
         case dict():
-            return {harmless(key, names): harmless(one, names) for key, one in value.items()}
+            return {harmless(key, names): harmless(item, names) for key, item in value.items()}
         case _:
             return value
 
@@ -313,7 +315,7 @@ def test_words_that_only_resemble_control_leave_a_prompt_as_it_is() -> None:
 def test_text_without_control_is_read_as_transformers_reads_it(name: str, content: Sequence[str]) -> None:
     texts, _ = shape(name)
     messages = [
-        {"role": role, "content": one} for role, one in zip(("user", "assistant", "user"), content, strict=True)
+        {"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), content, strict=True)
     ]
     source = SHAPES[name][1] or json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"]
     [expected], _ = render_jinja_template([messages], chat_template=source, **texts.named_tokens)
@@ -414,7 +416,7 @@ async def test_a_message_over_http_forges_no_turn() -> None:
         told = await client.post("/../tokenize", cast_to=dict[str, Any], body={"messages": messages})
     ids = list(generate.jobs[0].prompt_ids)
     ends = ids_of("<|bos|>"), ids_of("<|user|>"), ids_of("<|end|>"), ids_of("<|assistant|>")
-    assert [token_id for token_id in ids if [token_id] in ends] == [one for [one] in ends]
+    assert [token_id for token_id in ids if [token_id] in ends] == [end for [end] in ends]
     assert told["tokens"] == ids
 
 

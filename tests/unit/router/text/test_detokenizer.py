@@ -92,7 +92,7 @@ def test_nothing_is_plain_amid_a_character(family: Family) -> None:
     tokenizer = family()
     detokenizer, special = Detokenizer(tokenizer.vocabulary), min(tokenizer.vocabulary.special)
     assert detokenizer.is_clear
-    for one in ids_of("🦊", tokenizer)[:-1]:
-        detokenizer.feed(one)
+    for token_id in ids_of("🦊", tokenizer)[:-1]:
+        detokenizer.feed(token_id)
     detokenizer.feed(special)
     assert not detokenizer.is_clear

@@ -190,32 +190,32 @@ def joined_by_score(text: str, *, prefix: bool = True) -> tuple[int, ...]:
     def push(left: int) -> None:
         right = after[left]
         if right < len(symbols):
-            one, two = symbols[left], symbols[right]
-            assert one is not None
+            first, two = symbols[left], symbols[right]
+            assert first is not None
             assert two is not None
-            if one + two in ids:
-                heapq.heappush(queue, (-scores[ids[one + two]], left, one, two))
+            if first + two in ids:
+                heapq.heappush(queue, (-scores[ids[first + two]], left, first, two))
 
     before: dict[int, int] = {i + 1: i for i in range(len(symbols))}
     for i in range(len(symbols)):
         push(i)
     while queue:
-        _, left, one, two = heapq.heappop(queue)
+        _, left, first, two = heapq.heappop(queue)
         right = after.get(left, len(symbols))
-        if right >= len(symbols) or symbols[left] != one or symbols[right] != two:
+        if right >= len(symbols) or symbols[left] != first or symbols[right] != two:
             continue
-        symbols[left], symbols[right] = one + two, None
+        symbols[left], symbols[right] = first + two, None
         after[left] = after[right]
         before[after[left]] = left
         push(left)
         if left in before:
             push(before[left])
-    found: list[int] = []
+    merged: list[int] = []
     for symbol in symbols:
         if symbol is not None:
             spelled = [3 + byte for byte in symbol.encode()]
-            found += [ids[symbol]] if symbol in ids else spelled
-    return tuple(found)
+            merged += [ids[symbol]] if symbol in ids else spelled
+    return tuple(merged)
 
 
 def test_sentencepiece_ids_are_those_of_its_algorithm(tmp_path: Path) -> None:

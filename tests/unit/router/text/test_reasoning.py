@@ -20,8 +20,8 @@ def split(text: str, name: str = "qwen3", phase: Phase = Phase.BEFORE, *, calls:
     reader = Reasoning(name, tokenizer.vocabulary).reader(phase, marks_calls=calls)
     hidden = tokenizer.vocabulary.special
     parts = [
-        reader.feed(one, "" if one in hidden else tokenizer.vocabulary.whole_text(one) or "")
-        for one in ids_of(text, tokenizer)
+        reader.feed(token_id, "" if token_id in hidden else tokenizer.vocabulary.whole_text(token_id) or "")
+        for token_id in ids_of(text, tokenizer)
     ]
     thoughts, answers = zip(*parts, reader.end(), strict=True)
     return "".join(thoughts), "".join(answers)

@@ -33,14 +33,14 @@ def test_the_cuts_make_no_difference(text: str, stop: list[str], cuts: list[int]
 
 @given(text=letters, stop=stops)
 def test_a_stop_string_is_found_if_and_only_if_it_is_there(text: str, stop: list[str]) -> None:
-    said, found = shown(list(text), stop)
-    assert (found is not None) == any(one in text for one in stop)
-    if found is None:
+    said, stopped_by = shown(list(text), stop)
+    assert (stopped_by is not None) == any(string in text for string in stop)
+    if stopped_by is None:
         assert said == text
     else:
-        assert text.startswith(said + found)
-        assert not any(one in said for one in stop)
-        assert not any(one in (said + found)[:-1] for one in stop), "another one was complete before"
+        assert text.startswith(said + stopped_by)
+        assert not any(string in said for string in stop)
+        assert not any(string in (said + stopped_by)[:-1] for string in stop), "another one was complete before"
 
 
 def test_what_may_be_a_beginning_is_held_back_and_no_more() -> None:

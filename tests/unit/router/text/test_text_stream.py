@@ -21,8 +21,8 @@ CARD = ModelCard(name="m", max_model_len=1000, vocab_size=512, eos_token_ids=fro
 
 
 def asking(num_prompts: int = 1, **asked: Any) -> TextRequest:
-    given = {"max_tokens": 100} | asked
-    return make_text_request(SamplingRequest(**given), [(1, 2, 3, 4)] * num_prompts, CARD, request_id="r")
+    fields = {"max_tokens": 100} | asked
+    return make_text_request(SamplingRequest(**fields), [(1, 2, 3, 4)] * num_prompts, CARD, request_id="r")
 
 
 async def told(generate: Scripted, ask: TextRequest) -> tuple[list[TextDelta], Usage]:

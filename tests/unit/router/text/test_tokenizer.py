@@ -24,8 +24,8 @@ async def test_a_completion_gets_the_start_token_and_a_chat_does_not_get_it_twic
     bos = tokenizer.named_tokens["bos_token"]
     [completed] = await tokenizer.encode(["hello"], add_special_tokens=True)
     [rendered] = await tokenizer.encode([f"{bos}hello"], add_special_tokens=False)
-    assert [tokenizer.token_text(one) for one in completed].count(bos) == 1
-    assert [tokenizer.token_text(one) for one in rendered].count(bos) == 1
+    assert [tokenizer.token_text(token_id) for token_id in completed].count(bos) == 1
+    assert [tokenizer.token_text(token_id) for token_id in rendered].count(bos) == 1
 
 
 async def test_a_long_text_is_read_as_a_short_one_is() -> None:

@@ -66,7 +66,11 @@ CASES: dict[str, Callable[[str], str]] = {
 def test_a_change_of_case_makes_no_control_of_content(case: str) -> None:
     """Every character that becomes an ASCII letter, or several: a ligature of s and t, a dotless i, a Kelvin."""
     changed = {char: made for char in map(chr, range(0x80, 0x110000)) if (made := CASES[case](char)) != char}
-    letters = {char: made for char, made in changed.items() if any(one.isascii() and one.isalpha() for one in made)}
+    letters = {
+        char: made
+        for char, made in changed.items()
+        if any(character.isascii() and character.isalpha() for character in made)
+    }
     assert {"upper": "\ufb06", "lower": "\u212a", "title": "\u00df"}.get(case, "\u0131") in letters
     for char, made in letters.items():
         for word in ("messages[0].content", "(messages[0].content ~ '')"):

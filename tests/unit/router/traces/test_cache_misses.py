@@ -190,8 +190,8 @@ async def test_the_memory_of_removed_blocks_is_bounded() -> None:
     hashes = chain_hashes(tuple(range(60)), 4)
     for block in hashes:
         evictions.observe("a", (BlockRemoved(hashes=(block,)),), 1.0)
-    known = [block for block in hashes if evictions.removals("a", block, before=2.0)]
-    assert known == list(hashes)[-4:]
+    removed = [block for block in hashes if evictions.removals("a", block, before=2.0)]
+    assert removed == list(hashes)[-4:]
     evictions.observe("b", (BlockRemoved(hashes=tuple(hashes[:3])),), 1.5)
     assert [evictions.removals("b", block, before=2.0) for block in hashes[:3]] == [[(1.5, Tier.DEVICE)]] * 3
     assert [bool(evictions.removals("a", block, before=2.0)) for block in hashes[-4:]] == [False] * 3 + [True]
@@ -207,10 +207,10 @@ async def test_hashes_are_kept_in_bounds_and_a_request_without_them_says_so(
 
 
 def test_the_common_beginning_of_two_chains() -> None:
-    one = chain_hashes(PROMPT, SIZE)
+    chain = chain_hashes(PROMPT, SIZE)
     for same in range(5):
         other = chain_hashes((*PROMPT[: same * SIZE], *[77] * (18 - same * SIZE)), SIZE)
-        assert num_common(one, other) == same
+        assert num_common(chain, other) == same
 
 
 async def test_records_are_found_by_every_name_until_they_are_too_old() -> None:
@@ -223,9 +223,9 @@ async def test_records_are_found_by_every_name_until_they_are_too_old() -> None:
         records.open([job(name)])
     await asyncio.sleep(0)
     assert not records.find("a")
-    [found] = records.find("b")
-    assert records.find("cmpl-b") == records.find("cmpl-b-0") == (found,)
-    assert [one.job.group_id for one in records.recent(9)] == ["c", "b"]
+    [record] = records.find("b")
+    assert records.find("cmpl-b") == records.find("cmpl-b-0") == (record,)
+    assert [entry.job.group_id for entry in records.recent(9)] == ["c", "b"]
 
 
 class Name(str):
@@ -238,11 +238,11 @@ async def test_nothing_is_left_of_a_request_that_is_too_old_not_even_of_a_short_
     records = RequestTraces(capacity=1)
     name = Name("first-0")
     gone = ref(name)
-    for one in (name, "second-0"):
-        job = Job(request_id=one, group_id="", prompt_ids=(1, 2), sampling=SamplingParams())
+    for request_id in (name, "second-0"):
+        job = Job(request_id=request_id, group_id="", prompt_ids=(1, 2), sampling=SamplingParams())
         records.open([job])
         records.keep_chain(records.of(job), chain_hashes(job.prompt_ids, SIZE), SIZE)
-    del name, one, job
+    del name, request_id, job
     assert gone() is None
 
 

@@ -51,10 +51,10 @@ def rename(folder: Path, old: str, new: str) -> None:
 
 
 def test_a_plain_adapter_is_read(folder: Path) -> None:
-    found = read_adapter(folder, MODULES)
-    assert found.modules.keys() == MODULES.keys()
-    assert {(module.rank, module.scale) for module in found.modules.values()} == {(4, 2.0)}
-    assert found.num_bytes == 4 * 2 * (4 * 8 + 8 * 4 + 4 * 8 + 4 * 4)
+    adapter = read_adapter(folder, MODULES)
+    assert adapter.modules.keys() == MODULES.keys()
+    assert {(module.rank, module.scale) for module in adapter.modules.values()} == {(4, 2.0)}
+    assert adapter.num_bytes == 4 * 2 * (4 * 8 + 8 * 4 + 4 * 8 + 4 * 4)
 
 
 def test_the_id_is_of_the_files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

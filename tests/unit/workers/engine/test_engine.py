@@ -308,12 +308,12 @@ class TestEvents:
         toy = ToyEngine()
         toy.serve(ask("a", range(100), 1))
         cursor = EventCursor()
-        known = mirror(set(), toy.engine.events_since(Hello(gateway_id="g")), cursor)
-        assert known == in_cache(toy)
+        hashes = mirror(set(), toy.engine.events_since(Hello(gateway_id="g")), cursor)
+        assert hashes == in_cache(toy)
         toy.serve(ask("b", range(500, 600), 1))
         again = toy.engine.events_since(Hello(gateway_id="g", incarnation=1, next_seq=cursor.next_seq))
         assert not again.snapshot
-        assert mirror(known, again, cursor) == in_cache(toy)
+        assert mirror(hashes, again, cursor) == in_cache(toy)
 
     def test_a_log_that_is_too_short_is_made_up_for_by_a_snapshot(self) -> None:
         toy = ToyEngine(log_capacity=1)
@@ -390,10 +390,10 @@ class EngineMachine(RuleBasedStateMachine):
         disposition: Disposition,
     ) -> None:
         """The toy model knows nothing of penalties, but the scheduler does."""
-        given = by_hand(prompt, min(num_given, max_tokens - 1))
+        output = by_hand(prompt, min(num_given, max_tokens - 1))
         changes = {
             "priority": priority,
-            "output_ids": given,
+            "output_ids": output,
             "prompt_logprobs": 0 if scores else None,
             "presence_penalty": penalty,
             "stop_token_ids": () if stop is None else by_hand(prompt, 9)[stop : stop + 1],

@@ -17,7 +17,7 @@ def test_the_figure_is_that_of_the_worst_layer_and_follows_the_counts() -> None:
 def test_ranks_with_whole_experts_are_compared_with_a_placement_by_load() -> None:
     """Experts 0, 2 and 4 are rank 0's. A replica of the popular one on each rank, with a slot more, evens them out."""
     load = ExpertLoad([torch.tensor([5] * 6), torch.tensor([60, 10, 10, 10, 10, 10])], num_ranks=2)
-    found = load()
-    assert found.experts == 60 * 6 / 110
-    assert found.ranks == 80 * 2 / 110
-    assert 1.0 <= found.placed < 1.1
+    loads = load()
+    assert loads.experts == 60 * 6 / 110
+    assert loads.ranks == 80 * 2 / 110
+    assert 1.0 <= loads.placed < 1.1

@@ -22,7 +22,7 @@ def test_what_is_given_to_stuck_threads_is_done_by_their_successors() -> None:
         waits = threads.submit(str, 1)
         second = threads.successor()
         third = second.successor()
-        given = [one.submit(str, number) for number, one in enumerate((threads, second, third), 2)]
-        assert [task.result(60.0) for task in (waits, *given)] == ["1", "2", "3", "4"]
+        tasks = [item.submit(str, number) for number, item in enumerate((threads, second, third), 2)]
+        assert [task.result(60.0) for task in (waits, *tasks)] == ["1", "2", "3", "4"]
     finally:
         end.set()

@@ -31,16 +31,16 @@ def cached(pool: BlockPool, num_blocks: int, first_token: int = 0) -> Sequence[b
 
 
 def known_from(events: list[KVEvent]) -> set[bytes]:
-    known: set[bytes] = set()
+    hashes: set[bytes] = set()
     for event in events:
         match event:
             case BlockStored():
-                known |= set(event.hashes)
+                hashes |= set(event.hashes)
             case BlockRemoved():
-                known -= set(event.hashes)
+                hashes -= set(event.hashes)
             case Cleared():
-                known = set()
-    return known
+                hashes = set()
+    return hashes
 
 
 def test_allocation_is_all_or_nothing() -> None:

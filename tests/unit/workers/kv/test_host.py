@@ -28,8 +28,8 @@ def tiers(events: Sequence[KVEvent], *, all_told: bool = True) -> dict[Tier, dic
                 for block, parent in zip(event.hashes, (event.parent, *event.hashes[:-1]), strict=True):
                     held[event.tier][block] = parent
                     lost.discard(block)
-                    known = not parent or parent in lost or any(parent in tier for tier in held.values())
-                    assert known or not all_told
+                    reachable = not parent or parent in lost or any(parent in tier for tier in held.values())
+                    assert reachable or not all_told
             case BlockRemoved():
                 for block in event.hashes:
                     del held[event.tier][block]

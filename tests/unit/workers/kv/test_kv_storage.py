@@ -175,15 +175,15 @@ def test_parts_of_any_shape_travel_between_ranks(
         landed.write(cut_in(destination, rank, source, chunk, ticket.block_ids), payload)
         for part in parts:
             for layer in range(3):
-                found, expected = landed.part(layer, part.name), filled_.part(layer, part.name)
+                actual, expected = landed.part(layer, part.name), filled_.part(layer, part.name)
                 moved = expected[[2, 0, 5]] if layer else torch.zeros_like(expected[:3])
-                assert torch.equal(found[[4, 1, 3]].float(), moved.float()), (rank, part.name, layer)
-                assert not found[[0, 2, 5]].float().any()
+                assert torch.equal(actual[[4, 1, 3]].float(), moved.float()), (rank, part.name, layer)
+                assert not actual[[0, 2, 5]].float().any()
         if landed.beside is not None and filled_.beside is not None:
-            for found, expected in zip(landed.beside.tensors, filled_.beside.tensors, strict=True):
+            for actual, expected in zip(landed.beside.tensors, filled_.beside.tensors, strict=True):
                 assert expected.any()
-                assert torch.equal(found[:, :, [4, 1, 3]], expected[:, :, [2, 0, 5]])
-                assert not found[:, :, [0, 2, 5]].any()
+                assert torch.equal(actual[:, :, [4, 1, 3]], expected[:, :, [2, 0, 5]])
+                assert not actual[:, :, [0, 2, 5]].any()
 
 
 def test_a_head_that_is_cut_otherwise_stays() -> None:

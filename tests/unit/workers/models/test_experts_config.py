@@ -53,9 +53,9 @@ def read(folder: Path, config: dict[str, Any]) -> ModelConfig:
 
 
 def experts(folder: Path, config: dict[str, Any]) -> ExpertsConfig:
-    found = read(folder, config).experts
-    assert found is not None
-    return found
+    spec = read(folder, config).experts
+    assert spec is not None
+    return spec
 
 
 def test_each_family_routes_by_its_own_rule(tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ def test_the_choice_is_the_definitions(name: str) -> None:
     )
     ids, weights = route(logits, routing, correction)
     for token in range(len(logits)):
-        given = None if correction is None else correction.tolist()
-        chosen, expected = by_definition(logits[token].tolist(), routing, given)
+        corrections = None if correction is None else correction.tolist()
+        chosen, expected = by_definition(logits[token].tolist(), routing, corrections)
         assert ids[token].tolist() == chosen
         assert weights[token].tolist() == pytest.approx(expected, rel=1e-5)
 

@@ -70,9 +70,9 @@ def reference_probs(logits: Sequence[float], one: Sample) -> list[float]:
     weights = [math.exp(value - max(scaled)) for value in scaled]
     weights = [weight if weight >= params.min_p * max(weights) else 0.0 for weight in weights]
     ranking = sorted(range(len(weights)), key=lambda token_id: (-weights[token_id], token_id))
-    kept = ranking[: params.top_k] if params.top_k else ranking
-    total, mass, nucleus = sum(weights[token_id] for token_id in kept), 0.0, []
-    for token_id in kept:
+    ranked = ranking[: params.top_k] if params.top_k else ranking
+    total, mass, nucleus = sum(weights[token_id] for token_id in ranked), 0.0, []
+    for token_id in ranked:
         nucleus.append(token_id)
         mass += weights[token_id] / total
         if mass >= params.top_p:
@@ -238,14 +238,14 @@ def test_a_token_that_only_the_device_knows_is_penalised_to_the_bit(
         "presence_penalty": presence,
     }
     logits = random_logits(len(outputs))
-    known, partly, latest = logits.clone(), logits.clone(), []
+    complete, partly, latest = logits.clone(), logits.clone(), []
     for row, output in enumerate(outputs):
         latest.append(output[-1] if row % 2 == 0 else NONE)
-    penalise(known, [make(prompt=[1, 2], output=output, **penalties) for output in outputs], None)
+    penalise(complete, [make(prompt=[1, 2], output=output, **penalties) for output in outputs], None)
     told = [output if place == NONE else output[:-1] for output, place in zip(outputs, latest, strict=True)]
     samples = [make(prompt=[1, 2], output=output, **penalties) for output in told]
     penalise(partly, samples, torch.tensor(latest))
-    assert torch.equal(known, partly)
+    assert torch.equal(complete, partly)
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -276,13 +276,13 @@ def test_logprobs_are_the_models_own() -> None:
 
 def test_equal_logprobs_are_listed_by_id() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 2.0]])
-    (found,) = score(logits, [3], [4])
-    assert [top.token_id for top in found.top] == [1, 4, 0, 2]
-    assert found.chosen.token_id == 3
-    ranks = [one.rank for one in score(logits.expand(5, 5), range(5), [0] * 5)]
+    (scored,) = score(logits, [3], [4])
+    assert [top.token_id for top in scored.top] == [1, 4, 0, 2]
+    assert scored.chosen.token_id == 3
+    ranks = [entry.rank for entry in score(logits.expand(5, 5), range(5), [0] * 5)]
     assert ranks == [3, 1, 4, 5, 2], "whether they are listed or not"
 
 
 def test_more_logprobs_than_tokens() -> None:
-    (found,) = score(random_logits(1), [0], [VOCAB + 5])
-    assert len(found.top) == VOCAB
+    (scored,) = score(random_logits(1), [0], [VOCAB + 5])
+    assert len(scored.top) == VOCAB

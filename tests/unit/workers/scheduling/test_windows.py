@@ -207,7 +207,7 @@ class TestPrefixHits:
         removed = [digest for event in toy.events if isinstance(event, BlockRemoved) for digest in event.hashes]
         assert len(stored) == 6 * 15
         assert len(removed) > 30
-        assert {len(one) for one in stored + removed} == {16}
+        assert {len(hashes) for hashes in stored + removed} == {16}
         told = set(stored) - set(removed)
         assert {digest for chain in toy.pool.snapshot() for digest in chain.hashes} == told
 
@@ -278,7 +278,7 @@ class TestHostTier:
                 on_host.update(event.hashes)
             elif isinstance(event, BlockRemoved) and event.tier is Tier.HOST:
                 on_host.difference_update(event.hashes)
-        assert {len(one) for one in on_host} == {16}
+        assert {len(hashes) for hashes in on_host} == {16}
         assert {
             digest for chain in toy.pool.snapshot() if chain.tier is Tier.HOST for digest in chain.hashes
         } == on_host

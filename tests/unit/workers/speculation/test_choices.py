@@ -120,9 +120,9 @@ def test_a_sort_that_is_never_chosen_is_tried_again() -> None:
 def test_rates_stay_within_their_bounds() -> None:
     acceptance, chance = Acceptance(), Random(0)
     for _ in range(500):
-        one = draft(length=chance.randrange(1, 9), evidence=chance.randrange(40))
-        acceptance.observe("r", one, chance.choice((0, len(one.token_ids))))
-        assert all(LEAST_RATE <= rate <= MOST_RATE for rate in acceptance.rates("r", one))
+        drafted = draft(length=chance.randrange(1, 9), evidence=chance.randrange(40))
+        acceptance.observe("r", drafted, chance.choice((0, len(drafted.token_ids))))
+        assert all(LEAST_RATE <= rate <= MOST_RATE for rate in acceptance.rates("r", drafted))
 
 
 def best_by_hand(chains: list[list[float]], num_rows: int, num_positions: int, most: int, cost: StepSeconds) -> float:

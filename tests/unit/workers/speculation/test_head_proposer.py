@@ -64,8 +64,8 @@ def test_a_sequence_that_sat_out_a_step_has_its_first_draft_alone() -> None:
     """A sequence sits out while it waits for the mask of its grammar."""
     head = proposer()
     first, second = Sequence("a", (1, 2, 3), [4]), Sequence("b", (1, 2, 3, 4), [5])
-    for one in (first, second):
-        head.begin(one)
+    for sequence in (first, second):
+        head.begin(sequence)
     head.computed([prompt_of(first)])
     head.computed([prompt_of(second)])
     queries = [DraftQuery(request_id=name, max_drafts=3) for name in "ab"]

@@ -53,23 +53,23 @@ def test_a_page_that_another_sequence_writes_is_lost_to_the_first() -> None:
 
 
 def test_a_preempted_sequence_begins_with_what_its_new_table_has() -> None:
-    pages, one = DraftPages(BLOCK), Sequence("a", tuple(range(10)), [3, 5, 7])
-    pages.wrote(one, 10)
-    one.pages = []
-    assert pages.num_written(one) == 0
-    one.pages = [3, 8, 9]
-    assert pages.num_written(one) == 4
+    pages, sequence = DraftPages(BLOCK), Sequence("a", tuple(range(10)), [3, 5, 7])
+    pages.wrote(sequence, 10)
+    sequence.pages = []
+    assert pages.num_written(sequence) == 0
+    sequence.pages = [3, 8, 9]
+    assert pages.num_written(sequence) == 4
 
 
 def test_right_drafts_need_not_be_written_again() -> None:
-    pages, one = DraftPages(BLOCK), Sequence("a", tuple(range(6)), [3, 5])
-    pages.wrote(one, 6, (20, 21, 22))
-    assert pages.num_written(one) == 6
-    one.output_ids += [20]
-    assert pages.num_written(one) == 7
-    one.output_ids += [21, 22]
-    one.pages += [9]
-    assert pages.num_written(one) == 8, "the third draft had no page"
-    pages.wrote(one, num_tokens(one), (30, 31))
-    one.output_ids += [30, 99]
-    assert pages.num_written(one) == 10
+    pages, sequence = DraftPages(BLOCK), Sequence("a", tuple(range(6)), [3, 5])
+    pages.wrote(sequence, 6, (20, 21, 22))
+    assert pages.num_written(sequence) == 6
+    sequence.output_ids += [20]
+    assert pages.num_written(sequence) == 7
+    sequence.output_ids += [21, 22]
+    sequence.pages += [9]
+    assert pages.num_written(sequence) == 8, "the third draft had no page"
+    pages.wrote(sequence, num_tokens(sequence), (30, 31))
+    sequence.output_ids += [30, 99]
+    assert pages.num_written(sequence) == 10

@@ -29,8 +29,10 @@ def requests() -> list[GenerateRequest]:
 
 
 def speculating(right: float, answers: dict[str, Answer], max_drafts: int = 5) -> Speculation:
-    known: dict[str, Sequence[int]] = {name: answer.token_ids for name, answer in answers.items()}
-    return Speculation([KnownAnswers(known, right=right, vocab_size=VOCAB)], max_drafts=max_drafts, cost=NoCost())
+    continuations: dict[str, Sequence[int]] = {name: answer.token_ids for name, answer in answers.items()}
+    return Speculation(
+        [KnownAnswers(continuations, right=right, vocab_size=VOCAB)], max_drafts=max_drafts, cost=NoCost()
+    )
 
 
 class NoCost(StepSeconds):
@@ -92,7 +94,7 @@ def test_no_block_with_an_unverified_token_is_reported() -> None:
     def stored(engine: ToyEngine) -> list[bytes]:
         events = engine.engine.drain_events()
         assert events is not None
-        return [one for event in events.events for one in getattr(event, "hashes", ())]
+        return [digest for event in events.events for digest in getattr(event, "hashes", ())]
 
     assert stored(toy) == stored(plain)
 
@@ -107,9 +109,9 @@ def test_drafts_preempt_no_one_and_take_only_blocks_that_are_left() -> None:
 
 
 def test_a_request_may_turn_it_off_or_bound_it() -> None:
-    off, one = SpeculationParams(mode="off"), SpeculationParams(max_drafts=1)
+    off, single = SpeculationParams(mode="off"), SpeculationParams(max_drafts=1)
     plain = ToyEngine().serve(ask("r", range(5), 20))
-    for params, num_steps in ((off, 20), (one, 1 + 10)):
+    for params, num_steps in ((off, 20), (single, 1 + 10)):
         toy = ToyEngine(speculation=speculating(1.0, plain))
         assert toy.serve(ask("r", range(5), 20, speculation=params))["r"].token_ids == plain["r"].token_ids
         assert toy.engine.num_steps == num_steps
@@ -139,8 +141,8 @@ def test_seconds_that_drafts_spare_are_those_of_steps_without() -> None:
         for _ in range(50):
             cost.observe(num_positions, 0.009 + 0.001 * num_positions)
     plain = ToyEngine().serve(ask("r", range(5), 21))
-    known: dict[str, Sequence[int]] = {name: answer.token_ids for name, answer in plain.items()}
-    proposer = KnownAnswers(known, right=1.0, vocab_size=VOCAB)
+    continuations: dict[str, Sequence[int]] = {name: answer.token_ids for name, answer in plain.items()}
+    proposer = KnownAnswers(continuations, right=1.0, vocab_size=VOCAB)
     speculation = Speculation([proposer], max_drafts=3, cost=cost)
     observe = speculation.observe
     timed: Any = lambda batch, _: observe(batch, 0.009 + 0.001 * batch.num_tokens)  # noqa: E731
@@ -173,8 +175,8 @@ class Slow(KnownAnswers):
 def test_what_proposers_take_counts_as_time_of_steps_and_as_spent() -> None:
     """Each step takes a second of the engine's clock, and brings three tokens."""
     plain = ToyEngine().serve(ask("r", range(5), 19))
-    known: dict[str, Sequence[int]] = {name: answer.token_ids for name, answer in plain.items()}
-    speculation = Speculation([Slow(known, right=1.0, vocab_size=VOCAB)], max_drafts=2, cost=NoCost())
+    continuations: dict[str, Sequence[int]] = {name: answer.token_ids for name, answer in plain.items()}
+    speculation = Speculation([Slow(continuations, right=1.0, vocab_size=VOCAB)], max_drafts=2, cost=NoCost())
     toy = ToyEngine(speculation=speculation)
     toy.serve(ask("r", range(5), 19))
     assert toy.engine.speed.decode_step_s == pytest.approx(201, rel=0.02)  # of one, unless drafting counts
@@ -183,8 +185,8 @@ def test_what_proposers_take_counts_as_time_of_steps_and_as_spent() -> None:
 
 def test_drafts_beside_a_prompt_are_not_credited_with_the_time_of_another_step() -> None:
     plain = ToyEngine().serve(ask("r", range(5), 21))
-    known: dict[str, Sequence[int]] = {name: answer.token_ids for name, answer in plain.items()}
-    speculation = Speculation([KnownAnswers(known, right=1.0, vocab_size=VOCAB)], max_drafts=3, cost=TenMs())
+    continuations: dict[str, Sequence[int]] = {name: answer.token_ids for name, answer in plain.items()}
+    speculation = Speculation([KnownAnswers(continuations, right=1.0, vocab_size=VOCAB)], max_drafts=3, cost=TenMs())
     toy = ToyEngine(speculation=speculation)
     toy.submit(ask("r", range(5), 21))
     toy.step(3)

@@ -23,10 +23,10 @@ def learnt(proposer: SuffixProposer, *answers: tuple[int, ...], salt: bytes = b"
 
 def drafted(proposer: SuffixProposer, *last: int, salt: bytes = b"", max_drafts: int = 6) -> tuple[int, ...]:
     proposer.begin(Sequence(request_id="new", prompt_ids=(99, 98), output_ids=list(last), cache_salt=salt))
-    found = draft(proposer, "new", max_drafts).token_ids
+    ids = draft(proposer, "new", max_drafts).token_ids
     proposer._queried.discard("new")  # it is not learnt
     proposer.end("new")
-    return found
+    return ids
 
 
 def test_the_more_frequent_way_on_is_drafted_to_the_end_of_the_answer() -> None:
@@ -58,10 +58,10 @@ def test_memory_is_bounded_and_the_oldest_answers_go_first() -> None:
     for number, answer in enumerate(answers):
         learnt(proposer, answer, salt=bytes([number % 3]))
         assert proposer.num_tokens <= max_tokens
-        kept = sum(len(past.tokens) for past in proposer._past.values())
+        total = sum(len(past.tokens) for past in proposer._past.values())
         keys = sum(len(past.latest) for past in proposer._past.values())
-        assert kept == proposer.num_tokens
-        assert keys <= kept
+        assert total == proposer.num_tokens
+        assert keys <= total
     assert drafted(proposer, *answers[-1][:MIN_MATCH], salt=bytes([29 % 3])) == answers[-1][3:9]
     assert drafted(proposer, *answers[0][:MIN_MATCH], salt=bytes([0])) == ()
 

@@ -59,16 +59,16 @@ def written(folder: Path, config: object) -> str:
 
 @pytest.mark.parametrize(("name", "config"), [("llama-3-8b", LLAMA), ("deepseek-v3", DEEPSEEK)])
 def test_a_checkpoints_config_describes_its_model(name: str, config: dict[str, object], tmp_path: Path) -> None:
-    found = model_of(written(tmp_path, config))
-    assert found.params == pytest.approx(MODELS[name].params, rel=0.003)
-    assert replace(found, params=MODELS[name].params) == MODELS[name]
-    assert model_of(str(tmp_path)) == found, "its folder will do"
+    model = model_of(written(tmp_path, config))
+    assert model.params == pytest.approx(MODELS[name].params, rel=0.003)
+    assert replace(model, params=MODELS[name].params) == MODELS[name]
+    assert model_of(str(tmp_path)) == model, "its folder will do"
 
 
 def test_experts_of_a_checkpoint_are_counted_as_its_makers_do(tmp_path: Path) -> None:
     """Mixtral 8x7B: 46.7 billion parameters."""
-    found = model_of(written(tmp_path, MIXTRAL))
-    assert found.params == pytest.approx(46.7e9, rel=0.01)
+    model = model_of(written(tmp_path, MIXTRAL))
+    assert model.params == pytest.approx(46.7e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -157,16 +157,18 @@ def test_a_simulation_of_ones_own_gpu_and_model(tmp_path: Path) -> None:
 def test_weights_of_one_byte_take_less_time_and_leave_more_memory() -> None:
     whole, half = (hardware_spec(gpu="h100", model="llama-3-70b", tp=4, dtype=dtype) for dtype in ("bfloat16", "fp8"))
     assert half.num_blocks > whole.num_blocks * 1.3
-    one = step_of([(1, 1000)])
-    assert half.latency.step_s(one) < 0.9 * whole.latency.step_s(one)
+    step = step_of([(1, 1000)])
+    assert half.latency.step_s(step) < 0.9 * whole.latency.step_s(step)
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("int8", 0.508), ("int4", 0.258)])
 def test_integer_weights_take_fewer_bytes_and_no_less_arithmetic(dtype: str, share: float) -> None:
-    floats, integers = (hardware_spec(gpu="a100", model="llama-3-70b", tp=4, dtype=one) for one in ("bfloat16", dtype))
+    floats, integers = (
+        hardware_spec(gpu="a100", model="llama-3-70b", tp=4, dtype=kind) for kind in ("bfloat16", dtype)
+    )
     assert integers.num_blocks > floats.num_blocks * 1.3
-    one, prompt = step_of([(1, 1000)]), step_of([(8192, 8192)])
-    assert share < integers.latency.step_s(one) / floats.latency.step_s(one) < share + 0.4
+    kind, prompt = step_of([(1, 1000)]), step_of([(8192, 8192)])
+    assert share < integers.latency.step_s(kind) / floats.latency.step_s(kind) < share + 0.4
     assert integers.latency.step_s(prompt) > 0.9 * floats.latency.step_s(prompt)
 
 
@@ -245,9 +247,9 @@ def test_whole_experts_on_ranks_wait_for_the_busiest() -> None:
             gpu="h200",
             model="qwen3-30b-a3b",
             tp=4,
-            settings=read_settings(f"worker.expert_parallel={given}"),
+            settings=read_settings(f"worker.expert_parallel={flag}"),
         ).latency
-        for given in ("false", "true")
+        for flag in ("false", "true")
     )
     few, many = step_of([(1, 500)] * 4), step_of([(8192, 8192)])
     assert columns.step_s(few) < whole.step_s(few) < 1.5 * columns.step_s(few)

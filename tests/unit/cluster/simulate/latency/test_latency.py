@@ -59,8 +59,8 @@ def test_no_newer_card_is_slower(step: StepWork) -> None:
 
 
 def test_more_gpus_are_faster_but_not_as_many_times() -> None:
-    one, eight = (Roofline(gpu=GPUS["h100"], model=MODELS["llama-3-70b"], tp=tp).step_s(PROMPT) for tp in (1, 8))
-    assert one / 8 < eight < one
+    single, eight = (Roofline(gpu=GPUS["h100"], model=MODELS["llama-3-70b"], tp=tp).step_s(PROMPT) for tp in (1, 8))
+    assert single / 8 < eight < single
 
 
 def test_a_token_of_a_mixture_touches_few_of_its_experts() -> None:
@@ -100,7 +100,7 @@ def test_gpus_of_two_hosts_reduce_over_the_network() -> None:
     eight, sixteen = (Roofline(gpu=GPUS["h100"], model=MODELS["llama-3-70b"], tp=tp) for tp in (8, 16))
     assert sixteen.step_s(DECODE) > eight.step_s(DECODE)
     faster = Roofline(gpu=replace(GPUS["h100"], network_rate=100e9), model=MODELS["llama-3-70b"], tp=16)
-    within, of_16, of_16_faster = (one.parts(PROMPT).reduce for one in (eight, sixteen, faster))
+    within, of_16, of_16_faster = (roofline.parts(PROMPT).reduce for roofline in (eight, sixteen, faster))
     crossing_s = 161 * 8192 * 8192 * 2 / 8 / 50e9  # each GPU's card carries an eighth, out and back between two hosts
     assert of_16 - within == pytest.approx(crossing_s + 161 * 2 * 10e-6, rel=0.001)
     assert of_16 - of_16_faster == pytest.approx(crossing_s / 2, rel=0.001)

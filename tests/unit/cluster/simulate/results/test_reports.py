@@ -23,8 +23,8 @@ def test_turns_whose_conversation_had_failed_before_are_told_and_missed(tmp_path
     file = tmp_path / "run.json"
     load = "workload.name=agents", "workload.requests=24", "workload.rate=40", "workload.output_len=5:40"
     failing = *load, "cluster.prefill=0", "faults.schedule=['1 aborts clients']", "objectives.ttft_ms=90000"
-    kept = "--json", str(file)
-    told = answer(*failing, *kept)
+    flags = "--json", str(file)
+    told = answer(*failing, *flags)
     figures = json.loads(file.read_text())["runs"][0]["figures"]
     report, num_not_asked = figures["report"], figures["num_not_asked"]
     assert num_not_asked > 0
@@ -40,19 +40,19 @@ def test_a_load_that_is_left_out_is_in_every_report_and_missed_in_a_sweep(tmp_pa
     limit = "settings.worker.max_model_len=900"
     load = "workload.name=conversations", *SMALL, "workload.input_len=50:900", limit
     told = answer(*load, "--json", str(figures), "--html", str(page))
-    found = json.loads(figures.read_text())["runs"][0]["figures"]
-    num_requests = found["num_left_out_requests"]
-    assert num_requests > found["num_left_out"] > 0, "a conversation asks more than once"
-    assert found["report"]["num_requests"] + num_requests == 30
+    run = json.loads(figures.read_text())["runs"][0]["figures"]
+    num_requests = run["num_left_out_requests"]
+    assert num_requests > run["num_left_out"] > 0, "a conversation asks more than once"
+    assert run["report"]["num_requests"] + num_requests == 30
     for report in (told, page.read_text()):
-        assert f"{found['num_left_out']} sessions ({num_requests} requests): no worker holds them" in " ".join(
+        assert f"{run['num_left_out']} sessions ({num_requests} requests): no worker holds them" in " ".join(
             report.split()
         )
     met = 100 * (1 - num_requests / 30)
     swept = call(*load, "cluster.colocated=1:2", "objectives.ttft_ms=90000")
     assert swept.exit_code == 1, "a load that is mostly not tried is not met"
     left_out = (
-        f"{found['num_left_out']} sessions left out: longer \\(up to [0-9,]+ tokens\\) than the 900 that a worker holds"
+        f"{run['num_left_out']} sessions left out: longer \\(up to [0-9,]+ tokens\\) than the 900 that a worker holds"
     )
     assert re.search(rf"{left_out} \(worker.max_model_len\): all", " ".join(swept.stdout.split()))
     assert [row.split()[6] for row in swept.stdout.splitlines() if " colocated tp1 " in row[:20]] == [f"{met:.1f}%"] * 2
@@ -64,11 +64,11 @@ def test_clusters_that_a_sweep_leaves_out_are_in_its_report(tmp_path: Path) -> N
     sweep = *SMALL, "cluster.colocated=1:4", "objectives.ttft_ms=90000", "--json", str(file)
     told = answer(*sweep, "faults.schedule=['0.1 kill colocated-2']")
     assert "2 of 4 clusters left out: the reasons are on stderr and in --json\n" in told
-    kept = json.loads(file.read_text())
-    assert [row["cluster"]["decode"] for row in kept["left_out"]] == [1, 2]
-    assert [run["cluster"]["decode"] for run in kept["runs"]] == [3, 4]
-    assert kept["left_out"][0]["cluster"].keys() == kept["runs"][0]["cluster"].keys()
-    assert "kill has no target colocated-2" in kept["left_out"][0]["reason"]
+    report = json.loads(file.read_text())
+    assert [row["cluster"]["decode"] for row in report["left_out"]] == [1, 2]
+    assert [run["cluster"]["decode"] for run in report["runs"]] == [3, 4]
+    assert report["left_out"][0]["cluster"].keys() == report["runs"][0]["cluster"].keys()
+    assert "kill has no target colocated-2" in report["left_out"][0]["reason"]
     assert "left out" not in answer(*sweep)
     assert json.loads(file.read_text())["left_out"] == []
 
@@ -133,10 +133,10 @@ def test_a_cluster_of_a_soak_says_what_it_was_and_cost() -> None:
     for seed in range(1, 9):
         told = " ".join(answer("--replay", str(seed)).split())
         shape, said = re.search(r"cluster: .* cluster (.*?) tp1 (.*?tokens) ", told).groups()  # type: ignore[union-attr]
-        kept = r"(, latents|, windows [\d and]+( in all layers)?)?(, drafts)?"
+        extras = r"(, latents|, windows [\d and]+( in all layers)?)?(, drafts)?"
         gateways = "(, 2 gateways)?"
         assert re.fullmatch(
-            rf"[a-z_]+, GPU h100, model llama-3-8b{kept}{gateways}, [\d,]+ blocks of (4|16) tokens", said
+            rf"[a-z_]+, GPU h100, model llama-3-8b{extras}{gateways}, [\d,]+ blocks of (4|16) tokens", said
         )
         assert not re.search(r"output 0\.000", told)
         for pool, number in re.findall(r"(colocated|decode|prefill) (\d) ", told):

@@ -101,7 +101,7 @@ def test_what_waits_in_line_is_late_for_the_planner_too() -> None:
     planned = PlannedRun()
     outcome = simulate(config, generated("poisson", load), steer=autoscaling(settings, planned))
     last = [record for record in outcome.records if (record.due_s or 0.0) > 6.0]
-    assert not any(OBJECTIVE.met(one) for one in last), "else the load is too small for this test"
+    assert not any(OBJECTIVE.met(request) for request in last), "else the load is too small for this test"
     told = [decision.reason for decision in planned.decisions if 16.0 < decision.at_s < 20.0]
     assert told
     assert all(float(reason.partition("%")[0]) < 5.0 for reason in told), told

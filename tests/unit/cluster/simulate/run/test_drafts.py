@@ -34,9 +34,9 @@ def summary(outcome: SimulationOutcome) -> Summary:
 
 
 def drafts(outcome: SimulationOutcome) -> DraftSummary:
-    found = summary(outcome).drafts
-    assert found is not None
-    return found
+    counts = summary(outcome).drafts
+    assert counts is not None
+    return counts
 
 
 def tpot_s(outcome: SimulationOutcome) -> float:

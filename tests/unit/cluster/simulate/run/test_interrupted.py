@@ -82,8 +82,8 @@ def test_a_sweep_that_is_interrupted_tells_what_is_done(tmp_path: Path, monkeypa
         "of the 2 of 4 clusters done, the cheapest that reaches the objective for 95% of the requests: 1 colocated"
         in result.stdout
     )
-    kept = json.loads(file.read_text())
-    assert (len(kept["runs"]), kept["num_done"], kept["num_possible"]) == (2, 2, 4)
+    report = json.loads(file.read_text())
+    assert (len(report["runs"]), report["num_done"], report["num_possible"]) == (2, 2, 4)
     assert result.stderr.splitlines()[-1] == "interrupted: 2 of 4 clusters done"
     interrupt_at(monkeypatch, 70, "asked")
     result = call(*sweep, "objectives.ttft_ms=0.001")

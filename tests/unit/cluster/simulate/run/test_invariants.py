@@ -96,11 +96,11 @@ def broken_trial(seed: int, **more: Any) -> str:
     try:
         soak_trial.run(replace(made, config=replace(made.config, **more)))
     except (AssertionError, BaseExceptionGroup) as error:
-        found = error
+        failure = error
     else:
         pytest.fail(f"{made.replay}: what is broken here is not found: mend what looks for it, or give another seed")
-    assert soak_trial.is_broken_invariant(found)
-    return soak_trial.reason(found)
+    assert soak_trial.is_broken_invariant(failure)
+    return soak_trial.reason(failure)
 
 
 def test_a_seed_that_has_lost_its_situation_is_told_with_what_it_had() -> None:
@@ -320,8 +320,8 @@ def test_what_was_known_of_a_former_life_and_is_kept_is_found(monkeypatch: pytes
         return Hello(gateway_id=feed._gateway_id, incarnation=cursor.incarnation, next_seq=cursor.next_seq)
 
     def knows(feed: Feed, worker_id: str, incarnation: int) -> bool:
-        known = feed._cursors.get(worker_id)
-        return known is not None and known.incarnation < incarnation and feed.index.num_blocks(worker_id) > 0
+        cursor = feed._cursors.get(worker_id)
+        return cursor is not None and cursor.incarnation < incarnation and feed.index.num_blocks(worker_id) > 0
 
     seed = having("a new life of whom much is known", 237, Feed, "hello", matters=knows)
     monkeypatch.setattr(EventCursor, "accept", add)

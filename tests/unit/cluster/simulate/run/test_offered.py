@@ -73,7 +73,7 @@ def test_a_sweep_tries_no_cluster_that_arithmetic_rules_out(tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     swept = json.loads(file.read_text())
     assert [row["cluster"]["prefill"] for row in swept["overloaded"]] == [1, 2]
-    assert all(one["offered"]["prefill"] > 1 for one in swept["overloaded"])
+    assert all(row["offered"]["prefill"] > 1 for row in swept["overloaded"])
     assert swept["cheapest"]["prefill"] == 3
     alone = call(*HEAVY, "objectives.targets=['ttft p50 < 90 s']")
     assert alone.exit_code == 1, "no cluster is left"

@@ -167,8 +167,8 @@ def test_a_trace_with_fewer_requests_than_asked_for_is_reported(tmp_path: Path) 
 
 
 def test_settings_without_effect_are_named_in_one_line() -> None:
-    given = "port=9", "worker.device=cpu", "worker.max_num_seqs=8", "lanes={stall_s=9,idle_timeout_s=9}"
-    errors = call(*SMALL, *(f"settings.{one}" for one in given)).stderr
+    settings = "port=9", "worker.device=cpu", "worker.max_num_seqs=8", "lanes={stall_s=9,idle_timeout_s=9}"
+    errors = call(*SMALL, *(f"settings.{name}" for name in settings)).stderr
     (line,) = [line for line in errors.splitlines() if "no effect" in line]
     assert all(name in line for name in ("port", "worker.device", "lanes.stall_s", "lanes.idle_timeout_s"))
     assert "max_num_seqs" not in line

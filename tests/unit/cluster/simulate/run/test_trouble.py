@@ -58,15 +58,15 @@ def test_leaps_change_no_event_in_trouble_either(seed: int) -> None:
 @pytest.fixture
 def leaps_of_preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Who leapt after having been preempted: without any, a seed no longer has the situation that it stands for."""
-    advance, found = Engine.advance, list[str]()
+    advance, names = Engine.advance, list[str]()
 
     def watched(engine: Engine, now: float, num_steps: int = 1) -> list[SequenceUpdate]:
         if num_steps > 1:
-            found.extend(request.request_id for request in engine.scheduler.running if request.num_preemptions)
+            names.extend(request.request_id for request in engine.scheduler.running if request.num_preemptions)
         return advance(engine, now, num_steps)
 
     monkeypatch.setattr(Engine, "advance", watched)
-    return found
+    return names
 
 
 def test_a_leap_goes_on_with_what_the_last_step_has_sampled(leaps_of_preempted: list[str]) -> None:
@@ -126,9 +126,9 @@ def test_gateways_know_when_their_store_is_gone_and_share_again_when_it_is_back(
         for change in changes:
             change()
             await asyncio.sleep(8.0)
-            told.append({one.trouble for one in shared})
-        assert [one.num_outages for one in shared] == [1, 1]
-        assert sum(one.writes_for("decode-0") for one in shared) == 1, "one of the two has the lease anew"
+            told.append({outcome.trouble for outcome in shared})
+        assert [outcome.num_outages for outcome in shared] == [1, 1]
+        assert sum(outcome.writes_for("decode-0") for outcome in shared) == 1, "one of the two has the lease anew"
         deployment.assert_no_faults()
         await deployment.stop()
         return told
@@ -188,7 +188,7 @@ def test_a_pool_without_workers_uses_no_memory() -> None:
     outcome, _ = run("0.5 kill decode-0", "0.5 kill decode-1", audit_every=0)
     alone = [sample for sample in outcome.samples if sample.role is WorkerRole.DECODE and not sample.num_workers]
     assert alone, "it is started again at once: nothing was looked at"
-    assert {one.blocks_used for one in alone} == {0.0}
+    assert {sample.blocks_used for sample in alone} == {0.0}
 
 
 def test_the_report_lists_the_faults_that_happened_by_the_clock_of_the_event_log() -> None:

@@ -86,18 +86,18 @@ def repeated(asked: Sequence[TraceRequest], block_size: int) -> int:
     """Tokens of blocks that an earlier prompt had, which unlimited memory would find."""
     seen: set[BlockHash] = set()
     num_tokens = 0
-    for one in asked:
-        num_tokens += block_size * sum(block in seen for block in one.hashes)
-        seen.update(one.hashes)
+    for request in asked:
+        num_tokens += block_size * sum(block in seen for block in request.hashes)
+        seen.update(request.hashes)
     return num_tokens
 
 
 def test_an_assistants_load_runs_as_many_times_faster_as_its_rate_is_higher() -> None:
     slow, fast = (generated("assistant", replace(LOAD, rate=rate)) for rate in (ASSISTANT_RATE, 4 * ASSISTANT_RATE))
     assert [session.turns[0].spans for session in slow] == [session.turns[0].spans for session in fast]
-    for one, other in zip(slow, fast, strict=True):
-        assert one.due_s == pytest.approx(4 * other.due_s)
-        assert [turn.pause_s for turn in one.turns] == pytest.approx([4 * turn.pause_s for turn in other.turns])
+    for request, other in zip(slow, fast, strict=True):
+        assert request.due_s == pytest.approx(4 * other.due_s)
+        assert [turn.pause_s for turn in request.turns] == pytest.approx([4 * turn.pause_s for turn in other.turns])
 
 
 def test_agents_share_their_system_prompts_and_documents_are_asked_about_again() -> None:
@@ -144,9 +144,9 @@ def room(num_tokens: int) -> SessionLimit:
 def test_what_no_worker_can_hold_is_left_out_and_counted() -> None:
     made = generated("conversations", LOAD)
     longest = max(session.num_tokens for session in made)
-    kept, left_out = fitting(made, room(longest - 1))
+    fitted, left_out = fitting(made, room(longest - 1))
     assert left_out
-    assert sorted([*kept, *left_out], key=made.index) == made
+    assert sorted([*fitted, *left_out], key=made.index) == made
     with pytest.raises(Misconfigured, match="every session is longer"):
         fitting(made, room(1))
 
