@@ -256,11 +256,10 @@ def test_a_broken_input_breaks_its_whole_row(name: str, number: float) -> None:
     x_TI[1, 200] = number
     fixed = None if rounding.scale is None else torch.tensor([rounding.scale], device=DEVICE)
     form = {"levels": rounding.levels, "group": rounding.group, "scale": fixed, "zero": rounding.zero}
-    ours, twin = (
-        function(x_TI, fp8_type=torch.float16, **form) for function in (round_inputs, quantised_twins.round_inputs)
-    )  # type: ignore[arg-type]
-    for function in (ours, twin):
-        assert not function.levels_TI.isnan().any()
+    rounders = round_inputs, quantised_twins.round_inputs
+    ours, twin = (rounder(x_TI, fp8_type=torch.float16, **form) for rounder in rounders)  # type: ignore[arg-type]
+    for rows in (ours, twin):
+        assert not rows.levels_TI.isnan().any()
     levels_TI, scale = rounding.rounded(x_TI)
     products = [
         function(twin, codes, dtype=torch.float32, zero=rounding.zero)

@@ -226,7 +226,7 @@ def test_int8_activations_are_rounded_as_the_checkpoint_says(rounding: Activatio
 
 @pytest.mark.parametrize("num_inputs", [65_504, 65_536])
 def test_the_largest_sum_of_integers_fits(num_inputs: int) -> None:
-    """As many inputs as one sum of 32 bits takes, and more, which are summed in pieces."""
+    """One sum of 32 bits takes so many inputs; more are summed in pieces."""
     rounding = ActivationRounding(levels="int8", scale=1.0)
     codes = torch.full((16, num_inputs), 255, dtype=torch.uint8)
     scale = GroupValues(value_OB=torch.ones(16, 1))
