@@ -61,8 +61,8 @@ def test_a_frozen_writer_does_not_stop_the_others_for_ever(postgres_url: str, mo
 
     with pytest.raises(Unavailable, match="idle-in-transaction"):
         freeze()
-    for one in (frozen, other):
-        one.close()
+    for storage in (frozen, other):
+        storage.close()
 
 
 @pytest.mark.parametrize("url", ["mysql://a/b", "/a/file", "postgresql://u:s%zzecret@h/x", "postgresql://[u:secret@h"])
@@ -99,8 +99,8 @@ def test_the_clock_is_that_of_the_server(postgres_url: str, monkeypatch: pytest.
     monkeypatch.setattr("router.database.postgres.time.time", lambda: 1000.0)
     wrong = PostgresDatabase(postgres_url, "batches", prepare)
     assert 0 <= wrong.now_s() - now_s < 60.0
-    for one in (right, wrong):
-        one.close()
+    for storage in (right, wrong):
+        storage.close()
 
 
 def test_text_that_postgres_cannot_hold_is_the_clients_mistake(postgres_url: str) -> None:
@@ -121,9 +121,9 @@ def test_gateways_of_several_hosts_share_batches_and_a_ledger(
         assert here is not None
         assert there is not None
         ledgers = [open_ledger(config)[0] for _ in range(2)]
-        for one in (here, there, *ledgers):
-            assert one is not None
-            opened.callback(one.close)
+        for storage in (here, there, *ledgers):
+            assert storage is not None
+            opened.callback(storage.close)
         here.files.contents.store(FILE.id, BytesIO(b"abc"))
         here.files.add(FILE)
         assert there.files.find("acme", FILE.id) == FILE
@@ -148,9 +148,9 @@ def test_a_ledger_is_in_one_place() -> None:
 
 
 def test_time_limits_of_the_url_hold(postgres_url: str) -> None:
-    given = {"connect_timeout": "3", "tcp_user_timeout": "4000", "application_name": "mine"}
+    options = {"connect_timeout": "3", "tcp_user_timeout": "4000", "application_name": "mine"}
     for url, expected in (
-        (f"{postgres_url}&{urlencode(given)}", given),
+        (f"{postgres_url}&{urlencode(options)}", options),
         (postgres_url, {"connect_timeout": "10", "tcp_user_timeout": "10000", "application_name": "baton"}),
     ):
         with closing(PostgresDatabase(url, "batches", prepare)) as database:

@@ -108,7 +108,7 @@ async def test_an_adapter_that_no_worker_here_has_is_not_given_to_those_that_com
     await cluster["c0"].die()
     cluster["c0"].adapters.clear()
     cluster["c1"].adapters.clear()
-    await cluster.until(lambda: "lost" in [one.state for one in cluster.fleet.status()])
+    await cluster.until(lambda: "lost" in [worker.state for worker in cluster.fleet.status()])
     with pytest.raises(NotFound, match="no adapter 'sql'"):
         await cluster.fleet.unload_adapter("sql")
     await cluster["c0"].restart()
