@@ -23,8 +23,8 @@ from workers.kv.block_pool import BlockPool
 def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures, page, events = tmp_path / "run.json", tmp_path / "run.html", tmp_path / "events.log"
     monkeypatch.setattr("sys.argv", ["baton", "simulate", "my.toml"])  # its page names the command
-    kept = "--json", str(figures), "--html", str(page), "--events", str(events)
-    answer(*SMALL, "objectives.ttft_ms=50", *kept)
+    outputs = "--json", str(figures), "--html", str(page), "--events", str(events)
+    answer(*SMALL, "objectives.ttft_ms=50", *outputs)
     (run,) = json.loads(figures.read_text())["runs"]
     assert run["cluster"]["decode"] == 1
     assert run["figures"]["report"]["num_completed"] == 30
@@ -45,12 +45,12 @@ def test_a_run_can_be_kept_as_figures_page_and_event_log(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("more", [(), ("objectives.targets=['ttft p95 < 900 ms']",)])
 def test_files_are_written_though_nobody_reads_the_table(more: tuple[str, ...], tmp_path: Path) -> None:
     files = [tmp_path / "run.json", *([] if more else [tmp_path / "run.html"])]
-    kept = [word for file in files for word in (f"--{file.suffix[1:]}", str(file))]
+    flags = [word for file in files for word in (f"--{file.suffix[1:]}", str(file))]
     changes = [word for change in (*SMALL, *more) for word in ("--set", change)]
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as stdout, redirect_stdout(stdout), pytest.raises(SystemExit):
-        make_app(["simulate"])(["simulate", *changes, *kept], standalone_mode=False)
+        make_app(["simulate"])(["simulate", *changes, *flags], standalone_mode=False)
     assert all(file.exists() for file in files)
 
 
@@ -292,13 +292,13 @@ def test_as_many_requests_are_asked_as_were_asked_for() -> None:
 
 
 def test_a_run_that_never_began_leaves_no_files_and_no_empty_ones(tmp_path: Path) -> None:
-    kept, lost = tmp_path / "kept.log", tmp_path / "lost.json"
-    kept.write_text("what an earlier run wrote")
+    log, lost = tmp_path / "kept.log", tmp_path / "lost.json"
+    log.write_text("what an earlier run wrote")
     wrong = tmp_path / "trace.jsonl"
     wrong.write_text('{"runs": []}')
     for change in (f"workload.trace={wrong}", "cluster.decode=1:3"):
-        result = call(change, "--events", str(kept), "--json", str(lost))
+        result = call(change, "--events", str(log), "--json", str(lost))
         assert isinstance(result.exception, Misconfigured)
         assert "KeyError" not in str(result.exception)
-    assert kept.read_text() == "what an earlier run wrote"
+    assert log.read_text() == "what an earlier run wrote"
     assert not lost.exists()
