@@ -16,7 +16,7 @@ from tests.unit.cluster.simulate.towns import sessions, town
 
 
 def shown(num_ended: int, text: str, *, terminal: bool) -> str:
-    """What a watch of 1,000 requests has written by its end."""
+    """The output of a watch over 1,000 requests."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=80, _environ={})
     with bars(console) as bar, ProgressWatch(bar, 1000) as watch:
