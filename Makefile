@@ -53,6 +53,9 @@ hosts: $(DEV)  ## Ray on several hosts in network namespaces: root, ten minutes
 image: $(DEV)  ## the container image's steps in a chroot, where no engine is: root, seven minutes
 	BATON_TEST_IMAGE=1 $(BIN)/pytest -q tests/deploy/test_image_steps.py $(ARGS)
 
+dist: $(DEV)  ## a wheel of this commit in dist/, proved in a fresh environment: three minutes
+	@$(BIN)/python deploy/dist.py
+
 gpu: $(DEV)  ## verify and measure what needs an NVIDIA GPU: again and again until all is done
 	@exec $(BIN)/python -m benchmarks.gpu.verify $(ARGS)
 
@@ -84,4 +87,4 @@ $(DEV): pyproject.toml constraints.txt constraints-cuda.txt | $(BIN)/pip
 	@$(INSTALL) --extra dev
 	@touch $(RUNTIME) $@
 
-.PHONY: help up check test fuzz sdks hosts image gpu bench format protos clean
+.PHONY: help up check test fuzz sdks hosts image dist gpu bench format protos clean

@@ -19,6 +19,7 @@ from protos.kv_layout import KVHead as KVHead
 from protos.kv_layout import KVLayout as KVLayout
 from protos.kv_layout import KVPart as KVPart
 from protos.listening import netloc
+from protos.release import VERSION, WIRE
 from protos.value import Value
 
 BlockHash = bytes
@@ -475,7 +476,8 @@ class WorkerInfo(Value, frozen=True, kw_only=True):
     """A worker's report of itself at the handshake. `address` is host:port of its gRPC service. One that
     `reads_further` takes several messages in one. `process_id` is its rank 0's, on its host. `weights` names the
     encoding of its weights and their bits. `revision` names model and settings after a roll, "" before the first;
-    `model_path` is where the worker read the model, `digests` are of its files."""
+    `model_path` is where the worker read the model, `digests` are of its files. `wire` and `version` are its
+    Baton's."""
 
     worker_id: str
     incarnation: int
@@ -495,6 +497,8 @@ class WorkerInfo(Value, frozen=True, kw_only=True):
     revision: str = ""
     model_path: str = ""
     digests: ModelDigests = ModelDigests()
+    wire: int = WIRE
+    version: str = VERSION
 
 
 class TicketStats(Value, frozen=True, kw_only=True):

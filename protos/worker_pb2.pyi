@@ -858,6 +858,8 @@ class WorkerInfo(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     MODEL_PATH_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _builtins.str
@@ -879,6 +881,10 @@ class WorkerInfo(_message.Message):
     """of model and settings; empty: those with which the cluster was started"""
     model_path: _builtins.str
     """where the worker read the model, for gateways that do not know the revision"""
+    wire: _builtins.int
+    """protos/release.py: gateways refuse a worker with another one"""
+    version: _builtins.str
+    """of its Baton"""
     @_builtins.property
     def layout(self) -> _kv_pb2.KVLayout: ...
     @_builtins.property
@@ -910,10 +916,12 @@ class WorkerInfo(_message.Message):
         revision: _builtins.str = ...,
         model_path: _builtins.str = ...,
         digests: Global___ModelDigests | None = ...,
+        wire: _builtins.int = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "lane", b"lane", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "device", b"device", "digests", b"digests", "incarnation", b"incarnation", "lane", b"lane", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "process_id", b"process_id", "reads_further", b"reads_further", "revision", b"revision", "role", b"role", "vocab_size", b"vocab_size", "weights", b"weights", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "device", b"device", "digests", b"digests", "incarnation", b"incarnation", "lane", b"lane", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "process_id", b"process_id", "reads_further", b"reads_further", "revision", b"revision", "role", b"role", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights", "wire", b"wire", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

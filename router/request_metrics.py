@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import platform
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
 from types import TracebackType
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -13,6 +12,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protos.errors import code_of
+from protos.release import VERSION
 from router.jobs import Job
 from router.streaming.itl_histogram import ChoiceTimes, ItlHistogram
 from router.text.text_stream import TextDelta, Usage
@@ -52,7 +52,7 @@ class RequestMetrics:
         build = Gauge(
             "baton_build_info", "1, with what runs here", ("version", "python", "model"), registry=self.registry
         )
-        build.labels(version("baton"), platform.python_version(), model).set(1)
+        build.labels(VERSION, platform.python_version(), model).set(1)
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         return Counter(f"baton_{name}", documentation, (*_LABELS, *labels), registry=self.registry)

@@ -9,11 +9,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from typer.core import TyperCommand
+
+from protos.release import VERSION, WIRE, commit
 
 
 class Verb(NamedTuple):
@@ -120,7 +121,7 @@ def _bound(value: float) -> str:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"baton {version('baton')}")
+        typer.echo(f"baton {VERSION}" + (f" (commit {commit()})" if commit() else "") + f", wire {WIRE}")
         raise typer.Exit
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from kvtransfer.reshard import require_compatible
 from protos.errors import IncompatibleWorkers
+from protos.release import VERSION, WIRE
 from protos.values import WorkerInfo, WorkerRole
 from router.policies.candidate_columns import WorkerSet
 
@@ -98,7 +99,14 @@ def shares(workers: Sequence[RevisedWorker]) -> dict[str, float]:
 
 
 def check_joins(info: WorkerInfo, others: Sequence[WorkerInfo]) -> None:
-    """Raises IncompatibleWorkers for a worker that cannot share requests with the others of its revision."""
+    """Raises IncompatibleWorkers for a worker that cannot share requests with the others of its revision, or whose
+    Baton speaks another wire than this one."""
+    if info.wire != WIRE:
+        raise IncompatibleWorkers(
+            f"worker {info.worker_id} of Baton {info.version or 'before 0.1.0'} speaks wire {info.wire}, this gateway "
+            f"of {VERSION} speaks wire {WIRE}: start both with versions of one wire (docs/releases.md)",
+            param="wire",
+        )
     others = [one for one in others if one.revision == info.revision]
     if not others:
         return

@@ -6,8 +6,10 @@ import itertools
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from protos.errors import IncompatibleWorkers
+from protos.release import WIRE
 from protos.values import KVLayout, LaneAddress, WorkerInfo, WorkerRole
 from router.policies.candidate_columns import WorkerSet
 from router.revisions.fleet_revisions import FleetRevisions, RevisedWorker, check_joins, shares
@@ -93,3 +95,10 @@ def test_workers_of_one_revision_must_agree_and_those_of_two_need_not() -> None:
     ):
         with pytest.raises(IncompatibleWorkers, match=message):
             check_joins(other, [new, old])
+
+
+def test_a_worker_of_another_wire_is_refused() -> None:
+    for wire in (0, WIRE + 1):  # 0: of a version that did not say
+        with pytest.raises(IncompatibleWorkers, match=r"worker .* 7\.8\.9") as refused:
+            check_joins(replace(info(DECODE, "new"), wire=wire, version="7.8.9"), [])
+        assert refused.value.param == "wire"
