@@ -24,8 +24,8 @@ from functools import lru_cache
 from msgspec.structs import replace
 
 from kvtransfer.transport import Chunk
+from protos.codec import Value
 from protos.errors import IncompatibleWorkers
-from protos.value import Value
 from protos.values import ITEM_BYTES, KVLayout, KVPart, Ticket
 
 EIGHT_BITS = frozenset(dtype for dtype, num_bytes in ITEM_BYTES.items() if num_bytes == 1)

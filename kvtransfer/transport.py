@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
 
+from protos.codec import Value
 from protos.errors import TransferFailed
-from protos.value import Value
 from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 
 PayloadIn = TypeVar("PayloadIn", contravariant=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from protos.value import Value
+from protos.codec import Value
 
 
 class KVPart(Value, frozen=True, kw_only=True):

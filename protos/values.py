@@ -11,6 +11,7 @@ from enum import IntEnum, StrEnum
 
 from msgspec.structs import replace
 
+from protos.codec import Value
 from protos.kv_layout import ITEM_BYTES as ITEM_BYTES
 from protos.kv_layout import LATENT as LATENT
 from protos.kv_layout import SCALE as SCALE
@@ -20,7 +21,6 @@ from protos.kv_layout import KVLayout as KVLayout
 from protos.kv_layout import KVPart as KVPart
 from protos.listening import netloc
 from protos.release import VERSION, WIRE
-from protos.value import Value
 
 BlockHash = bytes
 """16 bytes: chained hash of a full KV block and everything before it (`kvtransfer.hashing`)."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
-from protos.value import Value
+from protos.codec import Value
 from protos.values import Adapter, FinishReason, Logprobs, Profile, SamplingParams, WorkerInfo, WorkerLoad, WorkerStats
 from router.streaming.token_sink import TokenSink
 

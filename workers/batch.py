@@ -27,7 +27,7 @@ from typing import Protocol, runtime_checkable
 
 from msgspec.structs import replace
 
-from protos.value import Value
+from protos.codec import Value
 from protos.values import ErrorInfo, Logprobs, SamplingParams
 
 MEAN = "mean"

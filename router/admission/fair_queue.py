@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 
-from protos.value import Value
+from protos.codec import Value
 
 INPUT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0

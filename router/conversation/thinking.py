@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from protos.value import Value
+from protos.codec import Value
 from router.gateway import Gateway
 
 _SWITCHES = ("enable_thinking", "thinking")  # Qwen3, GLM-4.5 and others; DeepSeek-V3.1 and Granite

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from protos.codec import Value
 from protos.errors import InvalidRequest
 from protos.hints import listed
-from protos.value import Value
 from router.gateway import Gateway
 from router.grammar.structure import inline_json, json_grammar
 from router.http.body_validation import read_json

@@ -6,7 +6,7 @@ import logging
 from dataclasses import asdict
 from typing import Any
 
-from protos.value import Value
+from protos.codec import Value
 from router.request_metrics import Track
 
 log = logging.getLogger("baton.access")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from protos.value import Value
+from protos.codec import Value
 from router.latency.decayed import Decayed
 from router.latency.prefill_speeds import counted
 from router.policies.candidate_columns import Line

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protos.value import Value
+from protos.codec import Value
 
 
 class LedgerRow(Value, frozen=True, kw_only=True):

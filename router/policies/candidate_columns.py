@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from protos.value import Value
+from protos.codec import Value
 from protos.values import WorkerRole
 
 Floats = NDArray[np.float64]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from protos.value import Value
+from protos.codec import Value
 from protos.values import WorkerRole
 from router.policies.candidate_columns import CandidateTable, LaneLatencies, Line
 

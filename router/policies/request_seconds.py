@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from protos.value import Value
+from protos.codec import Value
 from router.policies.candidate_columns import Candidate, CandidateTable, Floats, Numbers, WorkerNumbers, where
 from router.policies.decision import RequestView
 

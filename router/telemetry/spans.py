@@ -22,7 +22,7 @@ from contextvars import ContextVar
 
 from opentelemetry.trace import SpanContext, SpanKind
 
-from protos.value import Value
+from protos.codec import Value
 from protos.values import FinishReason
 from router.traces.request_trace import EventKind, Fact, TraceEvent
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from protos.value import Value
+from protos.codec import Value
 from router.text.template_environment import Veiled, folded
 
 _MARKS = range(0xDC80, 0xE000)

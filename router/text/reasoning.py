@@ -19,7 +19,7 @@ from typing import Protocol
 
 import orjson
 
-from protos.value import Value
+from protos.codec import Value
 from router.grammar.structure import literal
 from router.text.stop_strings import overlap
 from router.text.vocabulary import Vocabulary

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtransfer.hashing import salted
+from protos.codec import Value
 from protos.errors import ContextLengthExceeded, InvalidRequest
-from protos.value import Value
 from protos.values import MAX_DRAFTS, SPECULATION_SOURCES, SamplingParams, SpeculationParams
 from router.auth.tenants import NOBODY, Tenant
 from router.jobs import Job

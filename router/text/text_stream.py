@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from protos.codec import Value
 from protos.errors import Unavailable
-from protos.value import Value
 from protos.values import FinishReason, Logprobs
 from router.jobs import Generate, TokenDelta
 from router.streaming.token_sink import TokenSink

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-from protos.value import Value
+from protos.codec import Value
 from router.text.stop_strings import overlap
 
 MAX_REFERENCES = 16

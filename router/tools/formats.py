@@ -29,7 +29,7 @@ from enum import StrEnum
 
 from msgspec.structs import astuple
 
-from protos.value import Value
+from protos.codec import Value
 from router.text.reasoning import ARGUMENTS, CALL, CALL_END
 from router.text.vocabulary import Vocabulary
 from router.tools.calls import CallReader, Function

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 
-from protos.value import Value
+from protos.codec import Value
 from router.tools.calls import CallDelta, Part, TextAndCalls, may_begin
 from router.tools.json_repair import CallArguments, JsonRepair
 

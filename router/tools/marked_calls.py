@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from protos.value import Value
+from protos.codec import Value
 from router.tools.calls import CallDelta, Part, TextAndCalls, first_of
 from router.tools.json_repair import CallArguments
 

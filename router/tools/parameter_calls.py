@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import orjson
 
-from protos.value import Value
+from protos.codec import Value
 from router.tools.calls import ANY, CallDelta, Function, ParameterType, Part, TextAndCalls, first_of
 from router.tools.json_repair import repaired
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from protos.value import Value
+from protos.codec import Value
 from router.tools.calls import CallDelta, Part, TextAndCalls, may_begin
 
 _CALL = re.compile(r"[A-Za-z_][\w.-]*\(")

@@ -14,9 +14,9 @@ from itertools import islice
 
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
+from protos.codec import Value
 from protos.errors import BatonError, Cancelled, code_of
 from protos.event_loop import loop_time
-from protos.value import Value
 from router.jobs import Job
 from router.policies.candidate_columns import Candidate, CandidateTable
 from router.policies.decision import Decision, RequestView

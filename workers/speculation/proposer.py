@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
-from protos.value import Value
+from protos.codec import Value
 from protos.values import SamplingParams
 
 Tensor_co = TypeVar("Tensor_co", covariant=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from protos.value import Value
+from protos.codec import Value
 from protos.values import DraftCounts, PausedProposer, SpeculationLoad, SpeculationParams
 from workers.batch import Batch
 from workers.speculation.acceptance import Acceptance

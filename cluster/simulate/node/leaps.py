@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 
-from protos.value import Value
+from protos.codec import Value
 from workers.batch import Batch
 from workers.engine.speed import EngineSpeed
 from workers.scheduling.request import Request

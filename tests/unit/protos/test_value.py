@@ -9,7 +9,7 @@ import msgspec
 import orjson
 import pytest
 
-from protos.value import Value
+from protos.codec import Value
 from protos.values import FinishReason, LaneLoad, SamplingParams, SequenceUpdate, WorkerLoad
 
 UPDATE = SequenceUpdate(request_id="a", token_ids=(1, 2), finish_reason=FinishReason.STOP)

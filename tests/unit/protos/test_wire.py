@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from protos import errors, values
 from protos.chain import Chain
-from protos.value import Value
+from protos.codec import Value
 from protos.wire import error_info, from_proto, raised, to_proto
 
 LAYOUT = values.KVLayout.dense(num_layers=2, num_kv_heads=4, head_dim=16, block_size=16, dtype="bfloat16", tp=2)
