@@ -14,15 +14,15 @@ from typing import Annotated, Any
 
 import typer
 
-OBJECTIVE = ("--ttft-ms", "500", "--tpot-ms", "100")
-PROMPTS = ("--input-len", "64:512", "--output-len", "64")
+OBJECTIVE = ("--set", "objectives.ttft_ms=500", "--set", "objectives.tpot_ms=100")
+PROMPTS = ("--set", "workload.input_len=64:512", "--set", "workload.output_len=64")
 LOADS: dict[str, tuple[str, ...]] = {
-    "1 at a time": ("--concurrency", "1", "--num-requests", "16", *PROMPTS),
-    "8 at a time": ("--concurrency", "8", "--num-requests", "64", *PROMPTS),
-    "32 at a time": ("--concurrency", "32", "--num-requests", "128", *PROMPTS),
-    "2 a second": ("--rate", "2", "--num-requests", "64", *PROMPTS),
+    "1 at a time": ("--concurrency", "1", "--set", "workload.requests=16", *PROMPTS),
+    "8 at a time": ("--concurrency", "8", "--set", "workload.requests=64", *PROMPTS),
+    "32 at a time": ("--concurrency", "32", "--set", "workload.requests=128", *PROMPTS),
+    "2 a second": ("--set", "workload.rate=2", "--set", "workload.requests=64", *PROMPTS),
 }
-TRACE = ("--trace-scale", "0.02", "--num-requests", "100", "--concurrency", "4")
+TRACE = ("--set", "workload.trace_scale=0.02", "--set", "workload.requests=100", "--concurrency", "4")
 
 
 def sweep(
@@ -32,7 +32,9 @@ def sweep(
 ) -> None:
     """Runs every load in turn; ends with the first that fails."""
     out.mkdir(parents=True, exist_ok=True)
-    loads = LOADS | ({"a trace, 4 at a time": ("--trace", str(trace), *TRACE)} if trace is not None else {})
+    loads = LOADS | (
+        {"a trace, 4 at a time": ("--set", f"workload.trace={trace}", *TRACE)} if trace is not None else {}
+    )
     rows = []
     for name, flags in loads.items():
         file = out / f"{name.replace(',', '').replace(' ', '-')}.json"

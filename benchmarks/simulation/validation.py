@@ -6,7 +6,7 @@ python -m benchmarks.simulation.validation --json f.json       and figures
     live: baton worker, baton gateway
         ├── baton bench --profile, one at a time ────┬─▶ calibration ──▶ simulated trace
         ├── baton bench --profile, other requests ───┤
-        └── baton bench --profile --trace ───────────┴─▶ TTFT, TPOT          against its own
+        └── baton bench --profile, a trace ───────────┴─▶ TTFT, TPOT          against its own
 
 Each round profiles requests one after the other, and each load twice: with other requests, and with those that are
 compared. Two calibrations are compared. One is on the steps of the compared run itself, and shows what the simulator
@@ -58,7 +58,10 @@ PORT = 18420
 DECIDING = "prefix_aware"
 NUM_DECISIONS = 40
 OTHERS = "others"
-ALONE = ("--concurrency", "1", "--num-requests", "16", "--input-len", "20:400", "--output-len", "20")
+ALONE = (
+    "--concurrency", "1", "--set", "workload.requests=16", "--set", "workload.input_len=20:400",
+    "--set", "workload.output_len=20",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,9 +241,10 @@ def measured(
     for number in range(rounds):
         profiled(tuple(profiles), *ALONE)
         for load in LOADS:
-            profiled((OTHERS,), "--trace", str(trace(load, folder, part=f"others {number}", parts=rounds)))
+            others = trace(load, folder, part=f"others {number}", parts=rounds)
+            profiled((OTHERS,), "--set", f"workload.trace={others}")
             asked = trace(load, folder, part=f"measured {number}", parts=rounds)
-            profiled((load.name,), "--trace", str(asked))
+            profiled((load.name,), "--set", f"workload.trace={asked}")
             live[load.name].append(MeanTimes.of(figures))
     return profiles, live
 
@@ -300,7 +304,7 @@ def decisions(latency: Calibrated, folder: Path) -> tuple[int, int]:
     load = OpenLoad(name="apart", num_requests=NUM_DECISIONS, rate=1 / 30, prompts=(60, 400), answers=(2, 6))
     asked = trace(load, folder)
     with serving(2, policy=DECIDING) as url:
-        baton("bench", "--url", url, "--trace", str(asked), "--concurrency", "1")
+        baton("bench", "--url", url, "--set", f"workload.trace={asked}", "--concurrency", "1")
         recent = httpx.get(f"{url}/admin/requests", params={"limit": str(NUM_DECISIONS)}, timeout=10.0)
     live = [one["decode"] for one in reversed(recent.json()["requests"])]
     events: list[str] = []

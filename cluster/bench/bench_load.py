@@ -6,23 +6,24 @@ prefix.
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from cluster.config.scenario import WorkloadTable
 from protos.errors import Misconfigured
 from protos.hints import unusable
 
 TRACE_BLOCK = 512
 """Prompt tokens that one of a trace's hash_ids stands for."""
-MAX_FACTOR = 1e6
-_TRACE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
-_GIVE_ALL = f"give {', '.join(_TRACE_FIELDS[:-1])} and {_TRACE_FIELDS[-1]}"
+_Tokens = Annotated[int, Meta(ge=1)]
 
 Key = tuple[int, int]
 _OWN, _TRACED = 0, 1
@@ -56,22 +57,46 @@ class Lengths:
     high: int
 
     @classmethod
-    def parse(cls, text: str, *, param: str) -> Lengths:
-        """From "256" or "100:200". Raises Misconfigured."""
-        low, colon, high = text.partition(":")
+    def parse(cls, text: int | str, *, param: str) -> Lengths:
+        """From 256 or "100:200". Raises Misconfigured."""
+        low, colon, high = str(text).partition(":")
         try:
             made = cls(low=int(low), high=int(high if colon else low))
         except ValueError:
             made = cls(low=0, high=0)
         if not 1 <= made.low <= made.high:
             raise Misconfigured(
-                f"{param} {shlex.quote(text)}: give a number of tokens, such as 256, or a range, such as 100:200",
-                param=param.lstrip("-"),
+                f"{param} = {text!r}: give a number of tokens, such as 256, or a range, such as '100:200'", param=param
             )
         return made
 
     def draw(self, rng: random.Random) -> int:
         return rng.randint(self.low, self.high)
+
+
+class TraceLine(msgspec.Struct, frozen=True):
+    """A request of a trace in Mooncake's format."""
+
+    timestamp: Annotated[float, Meta(ge=0)]  # milliseconds
+    input_length: _Tokens
+    output_length: _Tokens
+    hash_ids: list[Annotated[int, Meta(ge=0)]]
+
+
+def items_of(workload: WorkloadTable, seed: int) -> list[WorkloadItem]:
+    """The requests for a live server, with arrivals. Raises Misconfigured."""
+    if workload.trace:
+        scale, speed = workload.trace_scale, workload.trace_speed
+        return read_trace(Path(workload.trace), limit=workload.requests, scale=scale, speed=speed)
+    if workload.name != "poisson" or workload.requests is None:
+        raise Misconfigured(
+            f"workload.name = {workload.name!r} is for simulations: give 'poisson' or workload.trace",
+            param="workload.name",
+        )
+    prompts = Lengths.parse(workload.input_len, param="workload.input_len")
+    outputs = Lengths.parse(workload.output_len, param="workload.output_len")
+    items = synthetic(workload.requests, prompts=prompts, outputs=outputs, seed=seed)
+    return with_poisson_arrivals(items, workload.rate, seed)
 
 
 def synthetic(num_requests: int, *, prompts: Lengths, outputs: Lengths, seed: int) -> list[WorkloadItem]:
@@ -87,8 +112,6 @@ def synthetic(num_requests: int, *, prompts: Lengths, outputs: Lengths, seed: in
 
 def with_poisson_arrivals(items: Sequence[WorkloadItem], rate: float, seed: int) -> list[WorkloadItem]:
     """The same requests at `rate` a second on average with exponential gaps; the first is due immediately."""
-    if not rate > 0:
-        raise Misconfigured(f"--rate {rate}: give requests a second, above 0", param="rate")
     rng = random.Random(f"{seed} arrivals")
     due_s, timed = 0.0, []
     for item in items:
@@ -104,96 +127,63 @@ def without_arrivals(items: Sequence[WorkloadItem]) -> list[WorkloadItem]:
 def read_trace(path: Path, *, limit: int | None = None, scale: float = 1.0, speed: float = 1.0) -> list[WorkloadItem]:
     """Requests of a trace in Mooncake's format, with arrivals from 0 on. Raises Misconfigured, naming the line.
 
-    One JSON object a line: `timestamp` (ms), `input_length` and `output_length` (tokens), and `hash_ids`, one for each
-    512 tokens of the prompt, equal where prefixes are. Lengths are multiplied by `scale`; time runs `speed` times.
+    `hash_ids` are one for each 512 tokens of the prompt, equal where prefixes are. Lengths are multiplied by `scale`;
+    time runs `speed` times.
     """
-    for param, value in (("trace-scale", scale), ("trace-speed", speed)):
-        if not 1 / MAX_FACTOR <= value <= MAX_FACTOR:
-            raise Misconfigured(
-                f"--{param} {value}: give a number from {1 / MAX_FACTOR:f} to {MAX_FACTOR:,.0f}", param=param
-            )
     lines = list(_traced(path, limit))
     if not lines:
         raise Misconfigured(f"trace {path}: there is no request in it: give a line for each", param="trace")
-    start = lines[0]["timestamp"]
+    start = lines[0].timestamp
     return [
         WorkloadItem(
             index=index,
             spans=_spans(line, scale),
-            num_output=max(1, round(line["output_length"] * scale)),
-            due_s=(line["timestamp"] - start) / 1000 / speed,
+            num_output=max(1, round(line.output_length * scale)),
+            due_s=(line.timestamp - start) / 1000 / speed,
         )
         for index, line in enumerate(lines)
     ]
 
 
-def _traced(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
+def _traced(path: Path, limit: int | None) -> Iterator[TraceLine]:
     """The trace's lines, checked, by time."""
-    before = -float("inf")
+    before = 0.0
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, text in enumerate(lines, 1):
-                if limit is not None and number > limit:
-                    return
+        with path.open("rb") as lines:
+            for number, text in enumerate(islice(lines, limit), 1):
                 line = _checked(text, f"trace {path}, line {number}")
-                if line["timestamp"] < before:
+                if line.timestamp < before:
                     raise Misconfigured(
-                        f"trace {path}, line {number}: its timestamp {line['timestamp']} is before the last line's "
+                        f"trace {path}, line {number}: its timestamp {line.timestamp} is before the last line's "
                         f"{before}: sort the lines by time",
                         param="trace",
                     )
-                before = line["timestamp"]
+                before = line.timestamp
                 yield line
-    except (OSError, UnicodeDecodeError) as error:
-        why = unusable(error) if isinstance(error, OSError) else f"it is not UTF-8 text: {error}"
-        raise Misconfigured(f"trace {path}: {why}", param="trace") from error
+    except OSError as error:
+        raise Misconfigured(f"trace {path}: {unusable(error)}", param="trace") from error
 
 
-def _checked(text: str, where: str) -> dict[str, Any]:
-    if not text.strip():
-        raise Misconfigured(f"{where}: it is blank: leave it out", param="trace")
+def _checked(text: bytes, where: str) -> TraceLine:
     try:
-        line = json.loads(text)
-    except ValueError as error:
-        fault = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        line = msgspec.json.decode(text, type=TraceLine)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        fields = ", ".join(TraceLine.__struct_fields__)
+        raise Misconfigured(f"{where}: {error}: give an object with {fields}", param="trace") from None
+    if len(line.hash_ids) != (num := math.ceil(line.input_length / TRACE_BLOCK)):
         raise Misconfigured(
-            f"{where}: {text.strip()[:40]!r} is not JSON ({fault}): give an object", param="trace"
-        ) from None
-    if (why := _unusable(line)) is not None:
-        raise Misconfigured(f"{where}: {why}", param="trace")
-    return dict(line)
+            f"{where}: {len(line.hash_ids)} hash_ids for {line.input_length} tokens: give {num}, one for each "
+            f"{TRACE_BLOCK}",
+            param="trace",
+        )
+    return line
 
 
-def _unusable(line: Any) -> str | None:
-    """Why a line is no valid request: the field, its value, and what is allowed."""
-    if not isinstance(line, dict):
-        return f"{str(line)[:40]!r} is not an object: {_GIVE_ALL}"
-    for name in _TRACE_FIELDS:
-        if name not in line:
-            return f"there is no {name}: {_GIVE_ALL}"
-    at_ms = line["timestamp"]
-    if type(at_ms) not in (int, float) or not 0 <= at_ms < math.inf:
-        return f"timestamp is {at_ms!r}: give a number from 0 on"
-    for name in ("input_length", "output_length"):
-        value = line[name]
-        if type(value) is not int or value < 1:
-            return f"{name} is {value!r}: give a whole number from 1 on"
-    ids = line["hash_ids"]
-    if not isinstance(ids, list):
-        return f"hash_ids is {str(ids)[:40]!r}: give a list of numbers"
-    for one in ids:
-        if type(one) is not int or one < 0:
-            return f"hash_ids holds {one!r}: give whole numbers from 0 on"
-    if len(ids) != (num := math.ceil(line["input_length"] / TRACE_BLOCK)):
-        return f"{len(ids)} hash_ids for {line['input_length']} tokens: give {num}, one for each {TRACE_BLOCK}"
-    return None
-
-
-def _spans(line: dict[str, Any], scale: float) -> tuple[PrefixSpan, ...]:
+def _spans(line: TraceLine, scale: float) -> tuple[PrefixSpan, ...]:
     """A span for each hash id; all but the last have the same length."""
-    ids = line["hash_ids"]
+    ids = line.hash_ids
     block = max(1, round(TRACE_BLOCK * scale))
-    rest = line["input_length"] - (len(ids) - 1) * TRACE_BLOCK
+    rest = line.input_length - (len(ids) - 1) * TRACE_BLOCK
     last = min(block, max(1, round(rest * scale)))
     return tuple(
         PrefixSpan(key=(_TRACED, one), num_tokens=last if place == len(ids) - 1 else block)
@@ -211,6 +201,7 @@ def fitting(items: Sequence[WorkloadItem], max_model_len: int | None) -> tuple[l
         shortest = min(item.num_prompt + item.num_output for item in items)
         raise Misconfigured(
             f"every request is longer (the shortest: {shortest} tokens, prompt and answer) than the model's context "
-            f"of {max_model_len}: lower --input-len, --output-len or --trace-scale"
+            f"of {max_model_len}: lower workload.input_len, output_len or trace_scale",
+            param="workload.input_len",
         )
     return kept, len(items) - len(kept)

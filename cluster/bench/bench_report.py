@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from protos.errors import Misconfigured
+from cluster.config.scenario import ObjectivesTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +85,10 @@ class Objective:
     ttft_s: float | None = None
     tpot_s: float | None = None
 
-    def __post_init__(self) -> None:
-        for flag, seconds in (("--ttft-ms", self.ttft_s), ("--tpot-ms", self.tpot_s)):
-            if seconds is not None and not 0 < seconds < math.inf:
-                raise Misconfigured(f"{flag} {seconds * 1000:g}: give milliseconds, above 0", param=flag[2:])
+    @classmethod
+    def of(cls, table: ObjectivesTable) -> Objective:
+        ttft_s, tpot_s = (None if ms is None else ms / 1000 for ms in (table.ttft_ms, table.tpot_ms))
+        return cls(ttft_s=ttft_s, tpot_s=tpot_s)
 
     @property
     def given(self) -> bool:

@@ -25,14 +25,14 @@ REFUSED = (400, 404, 415, 422, 501)
 class Dialect:
     """Parameters beyond OpenAI's own. Each is dropped when the server refuses it.
 
-    Without `prompt_ids` prompts are words, and their lengths approximate. Without `ignore_eos` answers may be shorter.
+    Without ids in `prompt` prompts are words, of approximate lengths. Without `ignore_eos` answers may be shorter.
     Without `return_token_ids` an event counts as one token until the server sends its usage.
     """
 
     return_token_ids: bool = True
     ignore_eos: bool = True
-    prompt_ids: bool = True
-    usage: bool = True
+    prompt: bool = True  # token ids
+    stream_options: bool = True
 
     @property
     def given_up(self) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ class Dialect:
 
 
 class CompletionClient:
-    """`temperature` defaults to 0; `further` parameters go into every request. A record's seconds are `clock` less
+    """Answers are sampled greedily; `further` parameters go into every request. A record's seconds are `clock` less
     `start_s`."""
 
     def __init__(
@@ -51,7 +51,6 @@ class CompletionClient:
         prompts: Prompts,
         timeout_s: float,
         api_key: str = "",
-        temperature: float = 0.0,
         further: Mapping[str, Any] | None = None,
         open_one: Opener | None = None,
         dialect: Dialect | None = None,
@@ -60,9 +59,7 @@ class CompletionClient:
         self._connections = Connections(open_one or endpoint, self._clock)
         self._prompts = prompts
         self._timeout_s = timeout_s
-        self._sampling: Mapping[str, Any] = {"model": model, "stream": True, "temperature": temperature} | dict(
-            further or {}
-        )
+        self._sampling: Mapping[str, Any] = {"model": model, "stream": True, "temperature": 0.0} | dict(further or {})
         self._head = _head(endpoint, api_key)
         self.dialect = dialect or Dialect()
 
@@ -82,19 +79,19 @@ class CompletionClient:
             left = [spec.name for spec in fields(Dialect) if getattr(self.dialect, spec.name)]
             if not left or record.status not in REFUSED:
                 raise InvalidRequest(f"the server refuses even a plain request: {record.message} ({record.error})")
-            named = [name for name in left if _SPELLED[name] in record.message]
+            named = [name for name in left if name in record.message]
             self.dialect = replace(self.dialect, **{(named or left)[0]: False})
 
     def prepare(self, item: WorkloadItem) -> bytes:
         """The request's bytes, prepared before it is due."""
         dialect = self.dialect
         body = dict(self._sampling, max_tokens=item.num_output)
-        body["prompt"] = self._prompts.ids(item.spans) if dialect.prompt_ids else self._prompts.text(item.spans)
+        body["prompt"] = self._prompts.ids(item.spans) if dialect.prompt else self._prompts.text(item.spans)
         if dialect.ignore_eos:
             body["ignore_eos"] = True
         if dialect.return_token_ids:
             body["return_token_ids"] = True
-        if dialect.usage:
+        if dialect.stream_options:
             body["stream_options"] = {"include_usage": True}
         encoded = orjson.dumps(body)
         return b"%s%d\r\n\r\n%s" % (self._head, len(encoded), encoded)
@@ -136,12 +133,6 @@ class CompletionClient:
 
     def close(self) -> None:
         self._connections.close()
-
-
-_SPELLED = {
-    "return_token_ids": "return_token_ids", "ignore_eos": "ignore_eos", "prompt_ids": "prompt",
-    "usage": "stream_options",
-}  # fmt: skip
 
 
 class _Answer:

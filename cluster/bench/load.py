@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.bench.bench_load import WorkloadItem
@@ -22,13 +21,8 @@ class LoadClient(Protocol):
     async def ask(self, item: WorkloadItem, request: bytes, *, start_s: float) -> RequestRecord: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadProgress:
-    """Progress of a run; `last` is the newest record, if there is one."""
-
-    num_sent: int
-    num_ended: int
-    last: RequestRecord | None = None
+Tell = Callable[[int, RequestRecord | None], object]
+"""Called with the number of running requests when one is sent (None) and when one has ended."""
 
 
 async def run_load(
@@ -36,7 +30,7 @@ async def run_load(
     client: LoadClient,
     *,
     concurrency: int | None = None,
-    tell: Callable[[LoadProgress], None] = lambda _: None,
+    tell: Tell = lambda num_running, record: None,
 ) -> list[RequestRecord]:
     """Returns records in the order of items. `concurrency` bounds concurrent requests; None: only due times matter.
 
@@ -47,13 +41,13 @@ async def run_load(
 
 
 class _Run:
-    def __init__(self, client: LoadClient, concurrency: int | None, tell: Callable[[LoadProgress], None]) -> None:
+    def __init__(self, client: LoadClient, concurrency: int | None, tell: Tell) -> None:
         self._loop = asyncio.get_running_loop()
         self._client = client
         self._room = None if concurrency is None else asyncio.Semaphore(concurrency)
         self._tell = tell
         self._records: list[RequestRecord] = []
-        self._num_sent = 0
+        self._num_running = 0
         self._start_s = self._loop.time()
 
     async def through(self, items: Sequence[WorkloadItem]) -> list[RequestRecord]:
@@ -75,8 +69,8 @@ class _Run:
         # Yields even when late: answers that have arrived are processed before the next request is sent.
         await asyncio.sleep(0 if item.due_s is None else max(0.0, self._start_s + item.due_s - self._loop.time()))
         group.create_task(self._one(item, request))
-        self._num_sent += 1
-        self._tell(LoadProgress(num_sent=self._num_sent, num_ended=len(self._records)))
+        self._num_running += 1
+        self._tell(self._num_running, None)
 
     async def _one(self, item: WorkloadItem, request: bytes) -> None:
         try:
@@ -85,4 +79,5 @@ class _Run:
             if self._room is not None:
                 self._room.release()
         self._records.append(record)
-        self._tell(LoadProgress(num_sent=self._num_sent, num_ended=len(self._records), last=record))
+        self._num_running -= 1
+        self._tell(self._num_running, record)

@@ -8,12 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 GAP = 2  # between columns
 PROSE = 16  # a column of prose is not made narrower than this
 PIPED_COLUMNS = 160
+BAR_EVERY_S = 0.5
 WORDS = frozenset({
     "pool", "worker", "state", "address", "on", "peer", "over", "ticket", "way", "with", "tier", "request", "prefill",
     "decode", "role", "what", "fleet", "decision", "by", "from", "to", "outcome",
@@ -24,6 +33,19 @@ WORDS = frozenset({
 def result_console() -> Console:
     """A pipe has room for every column."""
     return Console(width=None if sys.stdout.isatty() else PIPED_COLUMNS)
+
+
+def warn(line: str) -> None:
+    """Prints a warning on stderr, as one line of any terminal."""
+    Console(stderr=True).print(line, style="yellow", highlight=False, soft_wrap=True)
+
+
+def bars(console: Console) -> Progress:
+    """A progress bar for steps that follow one another. Bars disappear at their end."""
+    text = TextColumn("{task.description}")
+    columns = (BarColumn(20), MofNCompleteColumn(), text, TimeElapsedColumn(), TimeRemainingColumn())
+    off = not console.is_interactive  # elsewhere a bar would leave an empty line
+    return Progress(*columns, console=console, transient=True, refresh_per_second=1 / BAR_EVERY_S, disable=off)
 
 
 def show(answer: Any, shown: Callable[[], RenderableType], *, as_json: bool) -> None:

@@ -18,7 +18,10 @@ pytestmark = pytest.mark.cluster
 
 KV_OF = {"prefill-0": {"KV gather", "KV send"}, "decode-0": {"KV receive", "KV scatter"}}
 LANES = ("KV send", "KV receive")
-LOAD = ["--num-requests", "6", "--concurrency", "3", "--input-len", "700", "--output-len", "12"]
+LOAD = [
+    "--set", "workload.requests=6", "--set", "workload.input_len=700", "--set", "workload.output_len=12",
+    "--concurrency", "3",
+]  # fmt: skip
 
 
 def test_a_profile_shows_every_part_of_both_workers_steps(up: Deployed, tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 from cluster.bench.bench_load import Lengths
 from cluster.bench.bench_report import Objective
+from cluster.cli.terminal_tables import warn
 from cluster.config.cluster_config import ClusterConfig, PoolsConfig
+from cluster.config.scenario import Scenario, WorkloadTable
 from cluster.config.settings import merge, read_file
 from cluster.simulate.latency.gpus_and_models import gpu_of
 from cluster.simulate.results.summary import Summary, summarise
 from cluster.simulate.run.choices import ClusterChoice
 from cluster.simulate.run.offered import offered, work_of_sessions
-from cluster.simulate.run.run_progress import warn
-from cluster.simulate.run.scenario import Scenario, WorkloadTable
 from cluster.simulate.run.simulation import SimulationOutcome
 from cluster.simulate.run.simulation_config import (
     SimulationConfig,
@@ -53,8 +53,7 @@ class Scene:
 
     @property
     def objective(self) -> Objective:
-        given = self.scenario.objectives
-        return Objective(ttft_s=_seconds(given.ttft_ms), tpot_s=_seconds(given.tpot_ms))
+        return Objective.of(self.scenario.objectives)
 
     @property
     def usd_per_gpu_hour(self) -> float:
@@ -187,10 +186,6 @@ def _load(given: WorkloadTable, seed: int) -> GeneratedLoad:
         num_requests=given.requests or least_requests(given.name, given.rate),
         rate=given.rate,
         seed=seed,
-        prompts=Lengths.parse(str(given.input_len), param="workload.input_len"),
-        outputs=Lengths.parse(str(given.output_len), param="workload.output_len"),
+        prompts=Lengths.parse(given.input_len, param="workload.input_len"),
+        outputs=Lengths.parse(given.output_len, param="workload.output_len"),
     )
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000

@@ -17,6 +17,8 @@ from rich.console import Console
 
 from cluster.bench.result_files import check_files, line_file, write_json
 from cluster.cli import options
+from cluster.cli.terminal_tables import bars
+from cluster.config.scenario import Scenario, read_scenario
 from cluster.simulate.cli.scene import Scene, make_scene
 from cluster.simulate.cli.soak_verb import ending_reported, replay_one, soak_clusters
 from cluster.simulate.cli.trials import MAX_STEADY, document_of, sweep_clusters, until_steady, warn_left_out
@@ -26,8 +28,6 @@ from cluster.simulate.results.sweep import SweepTrial
 from cluster.simulate.results.targets import targets_of
 from cluster.simulate.run.autoscale import MAX_RECORDS, PlannedRun, autoscaling, planner_settings
 from cluster.simulate.run.choices import ClusterChoice, choices
-from cluster.simulate.run.run_progress import bars
-from cluster.simulate.run.scenario import Scenario, read_scenario
 from protos.errors import Misconfigured
 from router.fleet_owner import FleetChange
 

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from cluster.bench.bench_report import Objective
 from cluster.bench.result_files import line_file
+from cluster.cli.terminal_tables import bars, warn
 from cluster.simulate.results.summary import summarise, summary_table
 from cluster.simulate.run import soak_trial as soaking
-from cluster.simulate.run.run_progress import bars, warn
 from cluster.simulate.run.simulation import Interrupted
 from protos.hints import counted
 

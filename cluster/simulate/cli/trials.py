@@ -17,7 +17,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from cluster.bench.result_files import write_json
-from cluster.cli.terminal_tables import result_console
+from cluster.cli.terminal_tables import bars, result_console, warn
 from cluster.simulate.cli.scene import Scene
 from cluster.simulate.cli.soak_verb import report_interrupted
 from cluster.simulate.results.summary import Summary, figures
@@ -25,7 +25,7 @@ from cluster.simulate.results.sweep import SweepTrial, cheapest, front, sweep_ta
 from cluster.simulate.results.targets import PercentileTarget
 from cluster.simulate.run.choices import ClusterChoice
 from cluster.simulate.run.fault_injector import check
-from cluster.simulate.run.run_progress import ProgressWatch, bars, warn
+from cluster.simulate.run.run_progress import ProgressWatch
 from cluster.simulate.run.simulation import SimulationOutcome, Steer
 from cluster.simulate.run.simulation import simulate as run_simulation
 from cluster.simulate.run.simulation_config import SimulationConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice, product, starmap
 
 from cluster.config.cluster_config import MAX_WORKERS, ClusterConfig
-from cluster.simulate.run.scenario import ClusterTable, Counts
+from cluster.config.scenario import ClusterTable, Counts
 from protos.errors import Misconfigured
 from router.policies.registry import NAMES
 

@@ -8,34 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 
-BAR_EVERY_S = 0.5
+from cluster.cli.terminal_tables import BAR_EVERY_S
+
 LINE_EVERY_S = 30.0
 
 Look = Callable[[], tuple[int, str]]
 """The number of requests that have ended, and what else is to be said. Callable from any thread."""
-
-
-def warn(line: str) -> None:
-    """Prints a warning on stderr, as one line of any terminal."""
-    Console(stderr=True).print(line, style="yellow", highlight=False, soft_wrap=True)
-
-
-def bars(console: Console) -> Progress:
-    """A progress bar for steps that follow one another. Bars disappear at their end."""
-    text = TextColumn("{task.description}")
-    columns = (BarColumn(20), MofNCompleteColumn(), text, TimeElapsedColumn(), TimeRemainingColumn())
-    off = not console.is_interactive  # elsewhere a bar would leave an empty line
-    return Progress(*columns, console=console, transient=True, refresh_per_second=1 / BAR_EVERY_S, disable=off)
 
 
 class ProgressWatch:

@@ -19,7 +19,12 @@ from protos.values import WorkerRole
 from tests.unit.cluster.cli.test_status_verb import info
 from tests.unit.router.scripted import Crew, Script, Scripted, Worker, make_gateway, saying, serving
 
-SHORT = ["--input-len", "8:16", "--output-len", "4", "--num-requests", "6"]
+
+def changes(**workload: object) -> list[str]:
+    return [word for key, value in workload.items() for word in ("--set", f"workload.{key}={value}")]
+
+
+SHORT = changes(input_len="8:16", output_len=4, requests=6)
 
 
 async def bench(*flags: str, script: Script | None = None, argv: pytest.MonkeyPatch | None = None) -> Result:
@@ -38,7 +43,7 @@ def rows(result: Result) -> list[list[str]]:
 
 
 async def test_a_closed_loop_ends_in_a_table() -> None:
-    result = await bench(*SHORT, "--concurrency", "2", "--ttft-ms", "60000")
+    result = await bench(*SHORT, "--concurrency", "2", "--set", "objectives.ttft_ms=60000")
     assert result.exit_code == 0, result.output
     shown = rows(result)
     assert ["requests", "completed", "6", "of", "6"] in shown
@@ -48,7 +53,7 @@ async def test_a_closed_loop_ends_in_a_table() -> None:
 
 async def test_an_open_loop_and_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "figures.json"
-    flags = [*SHORT, "--rate", "1000", "--json", str(file), "--api-key", "s3cret"]
+    flags = [*SHORT, *changes(rate=1000), "--json", str(file), "--api-key", "s3cret"]
     result = await bench(*flags, argv=monkeypatch)
     assert result.exit_code == 0, result.output
     told: dict[str, Any] = json.loads(file.read_text())
@@ -56,7 +61,7 @@ async def test_an_open_loop_and_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert told["figures"]["num_output_tokens"] == 24
     assert told["figures"]["late_s"]["num"] == 6
     assert told["target"]["vocab_size"] == 512
-    assert told["dialect"]["prompt_ids"] is True
+    assert told["dialect"]["prompt"] is True
     assert told["target"]["model"] == {"name": "tiny", "max_model_len": 256}
     assert told["workload"]["rate"] == 1000
     assert told["client"]["hardware"]["num_cores"] >= 1
@@ -88,7 +93,7 @@ async def test_a_trace_and_what_of_it_does_not_fit(tmp_path: Path) -> None:
         for i, (length, ids) in enumerate(lengths)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = await bench("--trace", str(trace), "--trace-scale", "0.1", "--trace-speed", "10")
+    result = await bench(*changes(trace=trace, trace_scale=0.1, trace_speed=10))
     assert result.exit_code == 0, result.output
     assert ["requests", "completed", "2", "of", "2"] in rows(result)
     assert "1 request left out: longer than the context of 256 tokens" in result.stderr
@@ -98,7 +103,7 @@ async def test_failures_are_counted_shown_and_told_by_the_exit_code() -> None:
     def busy_after_the_probe(job: Any) -> Any:
         return [Overloaded("too much at once")] if len(job.prompt_ids) != 16 else saying("ab")(job)
 
-    result = await bench("--input-len", "8", "--output-len", "2", "--num-requests", "3", script=busy_after_the_probe)
+    result = await bench(*changes(input_len=8, output_len=2, requests=3), script=busy_after_the_probe)
     assert result.exit_code == 1, "not one answer"
     assert ["failed", "3", "overloaded"] in rows(result)
     assert "overloaded, the first time: HTTP 429: too much at once" in result.stderr
@@ -111,7 +116,7 @@ async def test_a_request_that_failed_fails_the_run_unless_so_many_were_allowed_t
         counts.append(1)
         return [Overloaded("too much at once")] if len(counts) % 3 == 0 else saying("ab")(job)
 
-    few = "--input-len", "8", "--output-len", "2", "--num-requests", "6"
+    few = changes(input_len=8, output_len=2, requests=6)
     for allowed, code in ((), 1), (("--allow-failed", "0.3"), 1), (("--allow-failed", "0.34"), 0):
         counts: list[int] = []
         result = await bench(*few, *allowed, script=every_third)
@@ -121,23 +126,34 @@ async def test_a_request_that_failed_fails_the_run_unless_so_many_were_allowed_t
         assert ("exit code 1" in result.stderr) == (code == 1)
 
 
+async def test_a_scenario_of_the_simulator_is_a_load(tmp_path: Path) -> None:
+    scenario, file = tmp_path / "scenario.toml", tmp_path / "figures.json"
+    load = "rate = 1000\nrequests = 5\ninput_len = 8\noutput_len = 4"
+    scenario.write_text(f"seed = 3\n[workload]\n{load}\n[objectives]\nttft_ms = 60000\n")
+    result = await bench(str(scenario), "--json", str(file))
+    assert result.exit_code == 0, result.output
+    measured = json.loads(file.read_text())
+    assert (measured["figures"]["num_completed"], measured["figures"]["good_share"]) == (5, 1.0)
+    assert (measured["workload"]["seed"], measured["workload"]["concurrency"]) == (3, None)
+
+
 @pytest.mark.parametrize(
-    ("flags", "error", "told"),
+    ("flags", "error", "param"),
     [
-        (["--rate", "1", "--concurrency", "1"], Misconfigured, "give one"),
-        (["--concurrency", "0"], Misconfigured, "--concurrency 0"),
-        (["--num-requests", "0"], Misconfigured, "--num-requests 0"),
-        (["--trace", "none", "--input-len", "5"], Misconfigured, "leave --input-len out"),
-        (["--rate", "0"], Misconfigured, "--rate 0"),
-        (["--input-len", "300"], Misconfigured, "context of 256"),
-        (["--model", "other"], NotFound, "there is tiny"),
-        (["--json", "/nowhere/at/all.json", *SHORT], Misconfigured, "--json /nowhere/at/all.json"),
+        (changes(requests=0), Misconfigured, "workload.requests"),
+        (changes(rate=0), Misconfigured, "workload.rate"),
+        (changes(name="agents"), Misconfigured, "workload.name"),
+        (changes(trace="none", input_len=5), Misconfigured, "workload.input_len"),
+        (changes(input_len=300), Misconfigured, "workload.input_len"),
+        (["--set", "objectives.tpot_ms=0"], Misconfigured, "objectives.tpot_ms"),
+        (["--model", "other"], NotFound, "model"),
+        (["--json", "/nowhere/at/all.json", *SHORT], Misconfigured, "json"),
     ],
 )
-async def test_what_cannot_be_done_is_said_by_name(flags: list[str], error: type[BatonError], told: str) -> None:
+async def test_a_mistake_names_its_key(flags: list[str], error: type[BatonError], param: str) -> None:
     result = await bench(*flags)
     assert isinstance(result.exception, error)
-    assert told in str(result.exception)
+    assert result.exception.param == param
 
 
 def test_nobody_there(unused_tcp_port: int) -> None:

@@ -208,7 +208,7 @@ def test_only_what_the_server_names_is_given_up(folder: Path) -> None:
         return WHOLE if isinstance(body["prompt"], str) else refusal(400, "prompt must be a string")
 
     dialect, server = learned(no_ids, folder)
-    assert dialect.given_up == ("prompt_ids",)
+    assert dialect.given_up == ("prompt",)
     assert len(server.bodies[-1]["prompt"].split(" ")) == 4, "as many words as tokens were wanted"
 
 
@@ -218,7 +218,7 @@ def test_a_server_that_does_not_say_why_is_asked_for_less_and_less(folder: Path)
         return WHOLE if plain and isinstance(body["prompt"], str) else refusal(422, "no")
 
     dialect, server = learned(plain_only, folder)
-    assert dialect == Dialect(return_token_ids=False, ignore_eos=False, prompt_ids=False, usage=False)
+    assert dialect == Dialect(return_token_ids=False, ignore_eos=False, prompt=False, stream_options=False)
     assert len(server.bodies) == 5
 
 

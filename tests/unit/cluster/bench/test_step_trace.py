@@ -23,7 +23,10 @@ from tests.unit.cluster.cli.test_status_verb import info
 from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving
 
 ADMIN, ACME = "sk-baton-admin", "sk-baton-acme"
-LOAD = ["--input-len", "8", "--output-len", "4", "--num-requests", "3", "--concurrency", "1"]
+LOAD = [
+    "--set", "workload.input_len=8", "--set", "workload.output_len=4", "--set", "workload.requests=3",
+    "--concurrency", "1",
+]  # fmt: skip
 SPANS = (
     Span(name="plan", start_s=10.0, duration_s=0.001, depth=1),
     Span(name="forward", start_s=10.002, duration_s=0.003, num_rows=2, num_tokens=9),

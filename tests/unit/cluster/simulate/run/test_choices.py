@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cluster.config.scenario import ClusterTable
 from cluster.simulate.run.choices import choices
-from cluster.simulate.run.scenario import ClusterTable
 from cluster.simulate.run.simulation_config import read_settings
 
 

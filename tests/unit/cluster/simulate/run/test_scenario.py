@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from cluster.config.declared import declared_settings, tables
+from cluster.config.scenario import Scenario, read_scenario
 from cluster.config.settings import paths_of
 from cluster.simulate.cli.simulate import KEYS
-from cluster.simulate.run.scenario import Scenario, read_scenario
 from cluster.simulate.run.simulation_config import WITHOUT_EFFECT
 from protos.errors import Misconfigured
 from tests.unit.cluster.simulate.asking import SMALL, answer, call

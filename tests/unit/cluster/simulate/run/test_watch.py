@@ -9,8 +9,9 @@ import weakref
 import pytest
 from rich.console import Console
 
+from cluster.cli.terminal_tables import bars
 from cluster.simulate.run.deployment import SimulatedDeployment
-from cluster.simulate.run.run_progress import Look, ProgressWatch, bars
+from cluster.simulate.run.run_progress import Look, ProgressWatch
 from cluster.simulate.run.simulation import simulate
 from tests.unit.cluster.simulate.towns import sessions, town
 

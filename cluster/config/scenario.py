@@ -1,4 +1,4 @@
-"""A scenario of `baton simulate`: a TOML file's tables as one value.
+"""A scenario of `baton simulate` and `baton bench`: a TOML file's tables as one value.
 
 `cluster/simulate/cli/keys.toml` describes every key; `baton simulate --keys` prints it.
 """
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from cluster.config.settings import merge, read_toml, setting
+from cluster.config.settings import Table, merge, read_toml, setting
 from protos.errors import Misconfigured
 from protos.hints import suggested
 
@@ -93,9 +93,19 @@ _WORDS = {
 
 def read_scenario(path: Path | None, changes: Sequence[str] = ()) -> Scenario:
     """The scenario in a file, with `changes` such as workload.rate=12. Raises Misconfigured."""
+    return scenario_of(read_tables(path, changes))
+
+
+def read_tables(path: Path | None, changes: Sequence[str]) -> Table:
+    """Raises Misconfigured."""
     tables = read_toml(path, "scenario", "scenario") if path is not None else {}
     for text in changes:
         tables = merge(tables, setting(text))
+    return tables
+
+
+def scenario_of(tables: Table) -> Scenario:
+    """Raises Misconfigured."""
     try:
         scenario = msgspec.convert(tables, Scenario)
     except msgspec.ValidationError as error:
