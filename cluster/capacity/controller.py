@@ -306,18 +306,11 @@ class FleetController:
         return ""
 
     async def _follow(self, change: FleetChange, reached: Awaitable[None]) -> None:
-        try:
-            await reached
-        except BatonError as error:
-            log.error("change %d to %s failed: %s", change.number, change.after, error.message)
-            self._end(change.number, ChangeState.FAILED, error.message)
-            return
-        except Exception as error:  # a change must not stay under way for ever
-            log.exception("change %d to %s failed: internal error", change.number, change.after)
-            self._end(change.number, ChangeState.FAILED, f"{type(error).__name__}: {error}")
-            return
-        is_there = not self._actuator.waiting_for()
-        self._end(change.number, ChangeState.REACHED if is_there else ChangeState.REPLACED)
+        if failure := await self._failure_of(reached, f"change {change.number} to {change.after}"):
+            self._end(change.number, ChangeState.FAILED, failure)
+        else:
+            is_there = not self._actuator.waiting_for()
+            self._end(change.number, ChangeState.REACHED if is_there else ChangeState.REPLACED)
 
     def _end(self, number: int, state: ChangeState, reason: str = "") -> None:
         """Records the outcome of a change, unless another change has replaced it. After a failure the fleet is what the

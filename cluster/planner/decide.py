@@ -93,19 +93,11 @@ def _kept(desired: Counts, now: float, reason: str, memory: PlannerMemory, expec
 
 class _Planner:
     def __init__(
-        self,
-        seen: Observation,
-        objective: FleetObjective,
-        limits: FleetLimits,
-        memory: PlannerMemory,
-        now: float,
-        desired: Counts,
-        times: ActionTimes,
-        pace: PlannerPace,
-    ) -> None:
+        self, seen: Observation, objective: FleetObjective, limits: FleetLimits, memory: PlannerMemory, now: float,
+        desired: Counts, times: ActionTimes, pace: PlannerPace,
+    ) -> None:  # fmt: skip
         self._seen, self._objective, self._limits = seen, objective, limits
-        self._now, self._times, self._pace = now, times, pace
-        self._desired = desired
+        self._now, self._times, self._pace, self._desired = now, times, pace, desired
         self._expired = self._give_up(desired)
         self._fleet = {role: count - self._expired.get(role, 0) for role, count in desired.items()}
         self._memory = self._learn(memory)
@@ -128,7 +120,7 @@ class _Planner:
         if self._shrinks(best.counts):
             memory = replace(memory, shrunk_s=now)
         elif min(share, self._seen.attainment) < self._objective.attainment:
-            memory = replace(memory, too_small=self._with_present_one())
+            memory = replace(memory, learned=replace(memory.learned, too_small=self._with_present_one()))
         return FleetDecision(
             at_s=now,
             counts=dict(best.counts),
@@ -160,18 +152,18 @@ class _Planner:
         is_moving = any(pool.pending_since_s or pool.num_leaving for pool in seen.pools.values())
         has_changed = is_moving or (memory.serving and memory.serving != serving)
         explained_s = seen.at_s if has_changed else memory.explained_s
-        factors = memory.factors
+        factors = memory.learned.factors
         if explained_s <= seen.at_s - seen.window_s:
             elapsed_s = seen.at_s - memory.peaks[-1][0] if memory.peaks else 0.0
-            factors, were_late = self._corrected(memory.factors, serving, elapsed_s)
+            factors, were_late = self._corrected(factors, serving, elapsed_s)
             explained_s = seen.at_s if were_late else explained_s
+        profile = learned(memory.learned.profile, seen.at_s, seen.arrival_rate, self._since_last_look(memory))
         return replace(
             memory,
-            factors=factors,
+            learned=replace(memory.learned, factors=factors, profile=profile),
             serving=serving,
             explained_s=explained_s,
             peaks=(*peaks, (seen.at_s, self._rate())),
-            profile=learned(memory.profile, seen.at_s, seen.arrival_rate, self._since_last_look(memory)),
             gave_up_until_s=dict(memory.gave_up_until_s) | until_s,
         )
 
@@ -206,14 +198,14 @@ class _Planner:
 
     def _offered(self) -> float:
         seen = self._seen
-        return expected(self._memory.profile, seen.at_s, self._rate(), self._times.start_s + seen.window_s)
+        return expected(self._memory.learned.profile, seen.at_s, self._rate(), self._times.start_s + seen.window_s)
 
     def _peak(self) -> float:
         recent_s = self._now - self._pace.settle_s
         return max((self._load, *(rate for at_s, rate in self._memory.peaks if at_s >= recent_s)))
 
     def _attainment(self, counts: Counts, rate: float) -> float:
-        return attainment(counts, rate, self._seen, self._objective, self._memory.factors)
+        return attainment(counts, rate, self._seen, self._objective, self._memory.learned.factors)
 
     # -- which fleets there could be -----------------------------------------------------------------------------------
 
@@ -285,7 +277,7 @@ class _Planner:
             return None
         prompt_rate, answer_rate = self._work(self._peak())
         heavy = 1.0 - max(_LIGHTER, _DEVIATIONS / math.sqrt(max(1, self._seen.num_arrived)))
-        for one in self._memory.too_small:
+        for one in self._memory.learned.too_small:
             is_as_heavy = prompt_rate >= heavy * one.prompt_rate and answer_rate >= heavy * one.answer_rate
             if self._now < one.until_s and one.has(counts) and is_as_heavy:
                 return one
@@ -294,7 +286,7 @@ class _Planner:
     def _with_present_one(self) -> tuple[TooSmall, ...]:
         """Fleets that were too small, the present one among them."""
         rest_s, now = self._pace.rest_s, self._now
-        kept = [one for one in self._memory.too_small if now - one.until_s < _MOST_HOLD_RESTS * rest_s]
+        kept = [one for one in self._memory.learned.too_small if now - one.until_s < _MOST_HOLD_RESTS * rest_s]
         before = max((one.hold_s for one in kept if one.counts == self._fleet), default=_HOLD_RESTS * rest_s / 2.0)
         prompt_rate, answer_rate = self._work(self._load)
         present = TooSmall(

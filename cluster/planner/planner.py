@@ -68,16 +68,6 @@ class KeptLoad:
     save: Callable[[LearnedLoad], None]
 
 
-def _learned(memory: PlannerMemory) -> LearnedLoad:
-    return LearnedLoad(factors=memory.factors, profile=memory.profile, too_small=memory.too_small)
-
-
-def _with_learned(earlier: LearnedLoad | None) -> PlannerMemory:
-    if earlier is None:
-        return PlannerMemory()
-    return PlannerMemory(factors=earlier.factors, profile=earlier.profile, too_small=earlier.too_small)
-
-
 class Planner:
     """Plans one fleet. `sights` are looked at for each decision. `decisions`: the latest, oldest first.
 
@@ -99,7 +89,7 @@ class Planner:
         self._sights = sights
         self._wall_clock = wall_clock
         self._observer = Observer(settings.objective, window_s=settings.window_s)
-        self._memory = _with_learned(kept.earlier if kept is not None else None)
+        self._memory = PlannerMemory(learned=kept.earlier if kept is not None and kept.earlier else LearnedLoad())
         self._pending_since_s: dict[WorkerRole, list[float]] = {}
         self._reported: deque[CapacityDecision] = deque(maxlen=NUM_REPORTED)
         self.decisions: deque[FleetDecision] = deque(maxlen=NUM_DECISIONS)
@@ -152,7 +142,7 @@ class Planner:
         )  # fmt: skip
         self._memory = decision.memory
         if self._kept is not None:
-            self._kept.save(_learned(decision.memory))
+            self._kept.save(decision.memory.learned)
         self.decisions.append(decision)
         return decision, seen
 

@@ -162,38 +162,39 @@ class TooSmall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedLoad:
+    """The part of a memory that outlives the planner where a store keeps it.
+
+    - `factors`: by which the model is wrong
+    - `profile`: requests a second by quarter of an hour of the day, 0 if unknown
+    - `too_small`: fleets that were left because they did not keep the objective
+    """
+
+    factors: LoadFactors = AS_MODELLED
+    profile: tuple[float, ...] = (0.0,) * 96
+    too_small: tuple[TooSmall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerMemory:
     """One decision's notes for the next. It can be lost: then the planner learns anew.
 
-    - `factors`: by which the model is wrong
+    - `learned`: what takes hours and days to learn
     - `serving`: workers that served at the last look
     - `explained_s`: requests that came before it correct no factor any more: the fleet was another one, or they did
     - `peaks`: (second, requests a second) of the last `settle_s`
-    - `profile`: requests a second by quarter of an hour of the day, 0 if unknown
-    - `too_small`: fleets that were left because they did not keep the objective
     - `shrunk_s`: when the fleet was last made smaller; -inf: never
     - `manual_until_s`: an operator's change holds until then
     - `gave_up_until_s`: no more workers of a role are ordered until then
     """
 
-    factors: LoadFactors = AS_MODELLED
+    learned: LearnedLoad = field(default_factory=LearnedLoad)
     serving: Mapping[WorkerRole, int] = field(default_factory=dict)
     explained_s: float = -math.inf
     peaks: tuple[tuple[float, float], ...] = ()
-    profile: tuple[float, ...] = (0.0,) * 96
-    too_small: tuple[TooSmall, ...] = ()
     shrunk_s: float = -math.inf
     manual_until_s: float = 0.0
     gave_up_until_s: Mapping[WorkerRole, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnedLoad:
-    """The part of a memory that takes hours and days to learn, which outlives the planner where a store keeps it."""
-
-    factors: LoadFactors = AS_MODELLED
-    profile: tuple[float, ...] = (0.0,) * 96
-    too_small: tuple[TooSmall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,7 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(
         ("simulate --soak 0", "--soak 0: give 1 or more"),
         ("plan --attainment 7", "--attainment 7: give a number from 0 to 1"),
         ("bench --prompt-seed x", "--prompt-seed x: give a whole number"),
-        ("bench --timeout soon", "--timeout soon: give a number"),
+        ("bench --allow-failed soon", "--allow-failed soon: give a number"),
         ("serve --device gpu", "--device gpu: 'gpu' is not one of 'auto', 'cpu', 'cuda'"),
     ],
 )

@@ -17,6 +17,7 @@ from cluster.planner.planner_values import (
     FleetDecision,
     FleetLimits,
     FleetObjective,
+    LearnedLoad,
     LoadFactors,
     Observation,
     PlannerMemory,
@@ -63,7 +64,7 @@ def planned(observation: Observation | None, desired: Counts, memory: PlannerMem
 def settled(rate: float, *, factor: float = 1.0) -> PlannerMemory:
     """Ten minutes of this rate have passed, and no worker has gone for long."""
     peaks = tuple((START - 60.0 * ago, rate) for ago in range(5, 0, -1))
-    return PlannerMemory(peaks=peaks, factors=LoadFactors(prefill=factor, decode=factor))
+    return PlannerMemory(peaks=peaks, learned=LearnedLoad(factors=LoadFactors(prefill=factor, decode=factor)))
 
 
 def day(
@@ -147,13 +148,13 @@ def test_a_fleet_that_was_too_small_is_tried_again_at_a_lighter_load_and_after_i
         TooSmall(counts=counts, prompt_rate=6.0 * 1600.0, answer_rate=6.0 * 200.0, at_s=START - 60.0, hold_s=3600.0)
         for counts in ({P: 2, D: 3}, {P: 3, D: 2})
     )
-    fleet, memory = {P: 3, D: 3}, replace(settled(6.0), too_small=(first, other))
+    fleet, memory = {P: 3, D: 3}, replace(settled(6.0), learned=LearnedLoad(too_small=(first, other)))
     remembered = planned(seen(fleet, 6.0), fleet, memory)
     assert remembered.counts == fleet
     assert remembered.reason.endswith("did not 60 s ago: not tried again for 3540 s")
     lighter = replace(memory, peaks=settled(3.0).peaks)
     assert planned(seen(fleet, 3.0), fleet, lighter).counts != fleet
-    later = replace(memory, too_small=(replace(first, at_s=START - 3601.0), other))
+    later = replace(memory, learned=LearnedLoad(too_small=(replace(first, at_s=START - 3601.0), other)))
     assert planned(seen(fleet, 6.0), fleet, later).counts != fleet
     shorter = replace(seen(fleet, 6.0), uncached_tokens=(100.0, 200.0, 300.0))
     assert planned(shorter, fleet, memory).counts != fleet, "another load: its prompts are short"
@@ -162,7 +163,7 @@ def test_a_fleet_that_was_too_small_is_tried_again_at_a_lighter_load_and_after_i
 def test_a_fleet_above_its_limits_shrinks_although_less_was_too_small() -> None:
     fleet, limits = {P: 4, D: 4}, replace(LIMITS, most={P: 2, D: 2})
     refused = TooSmall(counts={P: 3, D: 3}, prompt_rate=9.0, answer_rate=9.0, at_s=START - 60.0, hold_s=3600.0)
-    memory = replace(settled(6.0), too_small=(refused,))
+    memory = replace(settled(6.0), learned=LearnedLoad(too_small=(refused,)))
     decision = decide(seen(fleet, 6.0), OBJECTIVE, limits, memory, now=START, desired=fleet)
     assert decision.counts == {P: 2, D: 2}
 
@@ -174,7 +175,7 @@ def test_what_comes_late_before_any_speed_is_known_teaches_nothing() -> None:
     for minute in range(10):
         late = replace(seen(fleet, 3.0, late=0.5, at_s=START + 60.0 * minute), pools=blind)
         memory = planned(late, fleet, memory).memory
-    assert memory.factors == LoadFactors()
+    assert memory.learned.factors == LoadFactors()
     assert planned(seen(fleet, 3.0, late=0.0, at_s=START + 600.0), fleet, memory).counts == fleet
 
 
@@ -192,10 +193,11 @@ def test_a_day_of_the_profile_weighs_as_much_however_often_it_is_looked_at() -> 
     """At a decision every 15 s each minute was learned four times."""
     weights = []
     for period_s in (60.0, 15.0):
-        fleet, memory, at_s = {P: 2, D: 2}, PlannerMemory(profile=(5.0,) * 96), START - START % 900.0
+        fleet, at_s = {P: 2, D: 2}, START - START % 900.0
+        memory = PlannerMemory(learned=LearnedLoad(profile=(5.0,) * 96))
         for step in range(int(900.0 / period_s)):
             memory = planned(seen(fleet, 10.0, at_s=at_s + step * period_s), fleet, memory).memory
-        weights.append(memory.profile[int(at_s % 86400.0 // 900.0)])
+        weights.append(memory.learned.profile[int(at_s % 86400.0 // 900.0)])
     assert weights[1] == pytest.approx(weights[0], rel=0.03)
 
 
