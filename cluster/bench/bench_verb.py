@@ -30,6 +30,7 @@ from cluster.bench.report_table import report_table
 from cluster.bench.result_files import check_files, write_json
 from cluster.bench.step_trace import Mark, profiling
 from cluster.cli.admin_client import DEFAULT_URL, GatewayUrl, ServedModel, find_model, get_json, open_client
+from cluster.cli.options import SetKeys
 from cluster.cli.terminal_tables import bars
 from cluster.config.scenario import read_tables, scenario_of
 from cluster.config.settings import Table, merge
@@ -58,10 +59,7 @@ def bench(
     file: Annotated[
         Path | None, typer.Argument(metavar="[SCENARIO]", help="Its [workload], objectives and seed are used.")
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A key of the scenario, as workload.rate=12. Repeatable."),
-    ] = None,
+    changes: SetKeys = None,
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Requests at once (closed loop). Default: 8 without a rate or a trace.")
     ] = None,

@@ -31,6 +31,10 @@ Set = Annotated[
         "--set", metavar="NAME=VALUE", help="Any setting (docs/settings.md), as worker.prefill_chunk=256. Repeatable."
     ),
 ]
+SetKeys = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A key of the scenario, as workload.rate=12. Repeatable."),
+]
 Log = Annotated[LogFormat, typer.Option("--log-format", help="Log lines as text, or as JSON.")]
 Colocated = Annotated[bool, typer.Option("--colocated", help="Workers that prefill and decode, instead of two pools.")]
 Workers = Annotated[

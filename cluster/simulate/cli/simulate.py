@@ -32,16 +32,12 @@ from protos.errors import Misconfigured
 from router.fleet_owner import FleetChange
 
 KEYS = Path(__file__).with_name("keys.toml")
-Changes = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A key of the scenario, as workload.rate=12. Repeatable."),
-]
 
 
 def simulate(
     context: typer.Context,
     file: Annotated[Path | None, typer.Argument(metavar="[SCENARIO]", help="A TOML file; see --keys.")] = None,
-    changes: Changes = None,
+    changes: options.SetKeys = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of load, faults and the order of simultaneous events; or of --soak.")
     ] = None,
