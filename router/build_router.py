@@ -22,9 +22,7 @@ from router.fleet.fleet import Fleet
 from router.jobs import Job, TokenDelta
 from router.policies.decision import Policy
 from router.policies.registry import policy_of
-from router.prefix.feed import Peers
-from router.prefix.index import PrefixIndex
-from router.prefix.registry import local_index
+from router.prefix.feed import Feed
 from router.router_config import RouterConfig
 from router.router_metrics import Scraped, admission_metrics, dispatch_metrics, fleet_metrics, prediction_metrics
 from router.traces.request_trace import RequestTraces
@@ -52,22 +50,17 @@ class Router:
 def build_router(
     config: RouterConfig,
     *,
-    gateway_id: str,
-    index: PrefixIndex | None = None,
-    peers: Peers | None = None,
+    feed: Feed,
     open_channel: OpenChannel = open_channel,
     encoding: ChannelEncoding = PROTOBUF,
     registry: CollectorRegistry | None = None,
     open_fleet: Callable[..., Fleet] = Fleet,
 ) -> Router:
-    """Runs on the event loop that calls it. Without an `index` this process gets one of its own; `peers` are the
-    gateways that share the `index`. With a `registry`, metrics are registered there, and evictions recorded for /admin.
-    Raises Misconfigured for a policy that does not exist."""
+    """Runs on the event loop that calls it. With a `registry`, metrics are registered there, and
+    evictions recorded for /admin. Raises Misconfigured for a policy that does not exist."""
     policy, routing = policy_of(config), routing_of(config)
-    fleet = open_fleet(
-        index=local_index() if index is None else index, config=config, gateway_id=gateway_id, peers=peers,
-        open_channel=open_channel, encoding=encoding, observe=None if registry is None else routing.observe,
-    )  # fmt: skip
+    feed.observe = None if registry is None else routing.observe
+    fleet = open_fleet(feed=feed, config=config, open_channel=open_channel, encoding=encoding)
     dispatcher = Dispatcher(fleet=fleet, policy=policy, config=config, routing=routing)
     alone = Dispatcher(fleet=fleet, policy=by_one_worker(policy), config=config, routing=Routing())
     canary = Canary(dispatcher, alone=alone, every=config.dispatch.canary_every)

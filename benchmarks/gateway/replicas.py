@@ -29,12 +29,9 @@ from protos.values import BlockStored, WorkerRole
 from router.policies.candidate_columns import Candidate, CandidateTable
 from router.policies.decision import RequestView
 from router.policies.registry import policy_of
-from router.prefix.feed import Feed, Peers
-from router.prefix.index import PrefixIndex
-from router.prefix.redis_index import RedisPrefixIndex
-from router.prefix.redis_store import Store
-from router.prefix.redis_url import parse
-from router.prefix.registry import local_index
+from router.prefix.feed import Feed
+from router.prefix.redis_index import RedisFeed
+from router.prefix.registry import MEMORY, open_feed
 from router.router_config import RouterConfig
 from workers.kv.block_pool import BlockPool
 
@@ -79,12 +76,9 @@ class SharingWorker:
 class SharingGateway:
     """Decides, and sends the prompt to the worker. `hears`: whether it receives the worker's events."""
 
-    def __init__(
-        self, gateway_id: str, workers: list[SharingWorker], index: PrefixIndex, peers: Peers | None, hears: bool
-    ):
-        self.index = index
-        self.peers = peers
-        self._feed = Feed(index, gateway_id=gateway_id, peers=peers)
+    def __init__(self, workers: list[SharingWorker], feed: Feed, hears: bool):
+        self.index = feed.index
+        self.feed = feed
         self._workers = {worker.worker_id: worker for worker in workers}
         self._hears = hears
         self._policy = policy_of(RouterConfig(model_path=Path("m"), model_name="m", policy="prefix_aware"))
@@ -94,16 +88,16 @@ class SharingGateway:
         for worker in workers:
             worker.hears.append(self)
             if hears:
-                self._feed.hello(worker.worker_id, 1)
+                self.feed.hello(worker.worker_id, 1)
                 self.hear(worker)
 
     def hear(self, worker: SharingWorker) -> None:
         self._load[worker.worker_id], self._since[worker.worker_id] = worker.num_queued, 0
         if self._hears:
-            _, next_seq = self._feed.position(worker.worker_id)
+            _, next_seq = self.feed.position(worker.worker_id)
             news = worker.log.since(1, next_seq)
             assert news is not None
-            self._feed.receive(worker.worker_id, news)
+            self.feed.receive(worker.worker_id, news)
 
     def knows(self, hashes: Chain) -> bool:
         matched = self.index.match(hashes, now=asyncio.get_running_loop().time())
@@ -132,7 +126,7 @@ class SharingGateway:
         num_uncached = len(hashes) - matched.blocks.get(chosen, 0)
         self._since[chosen] += num_uncached
         if self._hears:
-            self.index.expect(chosen, hashes, until=now + SIBLING_S)
+            self.feed.expect(chosen, hashes, until=now + SIBLING_S)
         else:
             self.index.apply(chosen, (BlockStored(hashes=hashes),))
         return self._workers[chosen].read(hashes, num_uncached)
@@ -153,12 +147,10 @@ async def hit_rate(
     rng = random.Random(seed)
     workers = [SharingWorker(f"w{number}", num_blocks=400) for number in range(num_workers)]
     async with AsyncExitStack() as stack:
-        gateways = [
-            SharingGateway(f"g{number}", workers, *_index(url, number, seed), hears) for number in range(num_gateways)
-        ]
-        for peers in [gateway.peers for gateway in gateways if gateway.peers is not None]:
-            await peers.start()
-            stack.push_async_callback(peers.close)
+        gateways = [SharingGateway(workers, _feed(url, number, seed), hears) for number in range(num_gateways)]
+        for gateway in gateways:
+            await gateway.feed.start()
+            stack.push_async_callback(gateway.feed.close)
         if url:
             await _until(lambda: sum(_writes(gateway, workers) for gateway in gateways) == num_workers)
         running: list[asyncio.Future[None]] = []
@@ -176,18 +168,13 @@ async def hit_rate(
     return sum(worker.num_cached for worker in workers) / sum(worker.num_tokens for worker in workers)
 
 
-def _index(url: str, number: int, seed: int) -> tuple[PrefixIndex, Peers | None]:
-    gateway_id = f"g{number}"
-    if not url:
-        return local_index(), None
-    store = Store(parse(url, setting="redis").client(timeout_s=2.0), model=f"replicas-{seed}", gateway_id=gateway_id)
-    index = RedisPrefixIndex(local_index(), store)
-    return index, index
+def _feed(url: str, number: int, seed: int) -> Feed:
+    return open_feed(url or MEMORY, model=f"replicas-{seed}", gateway_id=f"g{number}")
 
 
 def _writes(gateway: SharingGateway, workers: list[SharingWorker]) -> int:
-    assert isinstance(gateway.index, RedisPrefixIndex)
-    return sum(gateway.index.writes_for(worker.worker_id) for worker in workers)
+    assert isinstance(gateway.feed, RedisFeed)
+    return sum(gateway.feed.writes_for(worker.worker_id) for worker in workers)
 
 
 async def _until(holds: Callable[[], bool]) -> None:

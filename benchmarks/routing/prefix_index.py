@@ -46,10 +46,9 @@ from protos.chain import Chain
 from protos.kv_pb2 import KVEvents as Message
 from protos.values import BlockStored, KVEvents
 from protos.wire import from_proto, to_proto
-from router.prefix.feed import Feed
 from router.prefix.index import PrefixIndex
 from router.prefix.memory_index import MemoryPrefixIndex
-from router.prefix.redis_index import RedisPrefixIndex
+from router.prefix.redis_index import RedisFeed
 from router.prefix.redis_store import Store
 from router.prefix.redis_url import parse
 from router.prefix.registry import local_index
@@ -119,31 +118,30 @@ def _matches(index: PrefixIndex, work: PrefixWorkload) -> dict[str, Any]:
 async def warm_s(url: str) -> float:
     """Seconds until a new gateway knows what another one has received of 1,000,000 blocks on 100 workers."""
 
-    def gateway(gateway_id: str) -> tuple[RedisPrefixIndex, Feed]:
+    def gateway(gateway_id: str) -> RedisFeed:
         store = Store(parse(url, setting="redis").client(timeout_s=2.0), model="benchmark", gateway_id=gateway_id)
-        index = RedisPrefixIndex(local_index(), store)
-        return index, Feed(index, gateway_id=gateway_id, peers=index)
+        return RedisFeed(local_index(), store)
 
     held: dict[str, list[BlockStored]] = {}
     for one in make(NUM_BLOCKS, NUM_WORKERS).held:
         held.setdefault(f"w{one.worker}", []).append(BlockStored(hashes=Chain.of(one.hashes)))
-    index, feed = gateway("first")
-    await index.start()
+    feed = gateway("first")
+    await feed.start()
     for worker_id, events in held.items():
         feed.hello(worker_id, 1)
         feed.receive(worker_id, KVEvents(incarnation=1, first_seq=1, events=tuple(events), snapshot=True))
     async with asyncio.timeout(PATIENCE_S):
-        while not all(index.writes_for(worker_id) for worker_id in held):  # noqa: ASYNC110 - in many places
+        while not all(feed.writes_for(worker_id) for worker_id in held):  # noqa: ASYNC110 - in many places
             await asyncio.sleep(0.01)
     spent = []
     for number in range(3):
-        late, _ = gateway(f"late-{number}")
+        late = gateway(f"late-{number}")
         start = time.perf_counter()
         await late.start()
         spent.append(time.perf_counter() - start)
-        assert all(late.num_blocks(worker_id) == index.num_blocks(worker_id) for worker_id in held)
+        assert all(late.index.num_blocks(worker_id) == feed.index.num_blocks(worker_id) for worker_id in held)
         await late.close()
-    await index.close()
+    await feed.close()
     return min(spent)
 
 

@@ -32,7 +32,7 @@ from router.ledger.ledger_store import LedgerStore
 from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList, read_prices
 from router.ledger.request_ledger import RequestLedger
-from router.prefix.registry import open_index
+from router.prefix.registry import open_feed
 from router.request_metrics import RequestMetrics
 from router.router_config import RouterConfig
 
@@ -77,11 +77,10 @@ class ModelBackend:
         self._settings, self._shared = settings, shared
         self._gateway_id = f"gateway-{uuid.uuid4().hex[:12]}"
         self.metrics = RequestMetrics(model=config.model_name)
-        prefixes, self._others = open_index(shared.index, model=config.model_name, gateway_id=self._gateway_id)
+        self._feed = open_feed(shared.index, model=config.model_name, gateway_id=self._gateway_id)
         self.router: Router = build_router(
-            config, gateway_id=self._gateway_id, index=prefixes, peers=self._others, open_channel=shared.channels,
-            registry=self.registry,
-        )  # fmt: skip
+            config, feed=self._feed, open_channel=shared.channels, registry=self.registry
+        )
         self.fleet, self.admission = self.router.fleet, self.router.admission
         self._generate = Cutoff(self.admission)
         self._telemetry = _trace_exporter(config, self._gateway_id, self.registry)
@@ -116,8 +115,7 @@ class ModelBackend:
         """Connects to the gateways that serve the same model, and begins what runs beside requests."""
         if self.gateway.revisions is not None:
             self.gateway.revisions.follow(self.fleet.revisions, self.fleet.revision)
-        if self._others is not None:
-            await self._others.start()
+        await self._feed.start()
         self._tasks = [
             asyncio.create_task(SleepWatch(self.fleet, self.gateway.fleet_owner).run(), name="sleep"),
             asyncio.create_task(self._reporter.run(), name="capacity"),
@@ -153,8 +151,7 @@ class ModelBackend:
             await asyncio.to_thread(self._telemetry.close)
         await self.gateway.fleet_owner.close()
         self.gateway.grammars.close()
-        if self._others is not None:
-            await self._others.close()
+        await self._feed.close()
 
     async def until_ready(self) -> None:
         """Returns once a request can be served."""

@@ -218,7 +218,7 @@ class Dispatcher:
         # The index does not expect blocks on the decode worker of a pair yet. Otherwise a request with the same prefix
         # would count as a short remainder there before any KV has arrived, and the wrong pool would compute its prompt.
         hashes = job_state.hashes(attempt.prefill_worker.block_size or 1)
-        fleet.index.expect(
+        fleet.feed.expect(
             attempt.prefill_worker.worker_id, hashes, until=loop_time() + self._config.dispatch.speculative_prefix_ttl_s
         )
         return attempt

@@ -30,8 +30,8 @@ from router.fleet.worker_client import WorkerClient
 from router.jobs import AdapterReport, Job
 from router.latency.predictor import Predictor
 from router.policies.candidate_columns import CandidateTable
-from router.prefix.feed import Feed, Observe, Peers
-from router.prefix.index import Match, PrefixIndex
+from router.prefix.feed import Feed
+from router.prefix.index import Match
 from router.revisions.fleet_revisions import FleetRevisions, RevisedWorker, check_joins
 from router.router_config import RouterConfig
 
@@ -50,21 +50,17 @@ class Fleet:
     def __init__(
         self,
         *,
-        index: PrefixIndex,
+        feed: Feed,
         config: RouterConfig,
-        gateway_id: str,
         open_channel: OpenChannel = open_channel,
         encoding: ChannelEncoding = PROTOBUF,
-        peers: Peers | None = None,
-        observe: Observe | None = None,
     ) -> None:
-        self.index = index
+        self.feed = feed
         self._config = config
         self._open_channel = open_channel
         self._encoding = encoding
-        self.gateway_id = gateway_id
-        self._peers = peers
-        self._feed = Feed(index, gateway_id=gateway_id, peers=peers, observe=observe, routed=self.routed_elsewhere)
+        self.gateway_id = feed.gateway_id
+        feed.routed = self.routed_elsewhere
         self._members: dict[str, Member] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._again: dict[str, asyncio.Event] = {}
@@ -124,7 +120,7 @@ class Fleet:
         self._stored_as |= _stored_as(self._here())
         self.lora.update(self._here())
         del self._again[worker_id]
-        self._feed.drop(worker_id)
+        self.feed.drop(worker_id)
         self.predictor.drop(worker_id)
         self._changed.notify()
         keeper = self._keepers.pop(worker_id)
@@ -192,10 +188,10 @@ class Fleet:
         """The cached blocks that each worker has of a sequence, in units of `block_size`. `hashes` gives the chain in
         blocks of any size. Each worker is matched in its own block size; an incomplete unit does not count."""
         size = self.block_size or 1
-        matched = self.index.match(hashes(size), now=now)
+        matched = self.feed.index.match(hashes(size), now=now)
         for other in self._table.block_sizes:
             if other != size:
-                matched = matched.joined(self.index.match(hashes(other), now=now).scaled(other, size))
+                matched = matched.joined(self.feed.index.match(hashes(other), now=now).scaled(other, size))
         return matched
 
     def candidates(self, matched: Match, num_tokens: int) -> CandidateTable:
@@ -264,13 +260,13 @@ class Fleet:
     def degraded(self) -> str:
         """The faults despite which requests are served, of the cluster or of the connections to workers; "" if there
         are none."""
-        shared = (self._peers.trouble, self._peers.warning) if self._peers is not None else ()
+        shared = (self.feed.trouble, self.feed.warning)
         return "; ".join(filter(None, (self._behind, *shared, *(notice() for notice in self.notices))))
 
     @property
     def shares_index(self) -> bool:
         """False while the prefix index is disconnected from the other gateways that should share it."""
-        return self._peers is None or not self._peers.trouble
+        return not self.feed.trouble
 
     async def wait(self, *, until: float) -> None:
         """Returns when a worker's state or load has changed, at the latest at `until` by the loop's clock."""
@@ -279,7 +275,7 @@ class Fleet:
                 await self._changed.wait()
 
     def status(self) -> tuple[WorkerStatus, ...]:
-        index = self.index
+        index = self.feed.index
         return tuple(
             member.status(
                 index.num_blocks(member.worker_id),
@@ -294,10 +290,6 @@ class Fleet:
         for member in self._members.values():
             self._load_totals.credit(member)
         return self._load_totals.counts
-
-    def position(self, worker_id: str) -> tuple[int, int]:
-        """The incarnation of a worker, and the number of its next KV event."""
-        return self._feed.position(worker_id)
 
     async def stats(self, worker_id: str) -> WorkerStats:
         """The worker's tickets and lanes, queried from the worker. Raises WorkerLost."""
@@ -389,7 +381,7 @@ class Fleet:
             await _check(client, member.worker_id)
             self._admit(member, info)
             await self.revisions.learn(info)
-            hello = self._feed.hello(member.worker_id, info.incarnation)
+            hello = self.feed.hello(member.worker_id, info.incarnation)
             watch = asyncio.create_task(self._watch(member, client))
             adapting = asyncio.create_task(self.lora.catch_up(info, client))
             self._load_totals.credit(member)
@@ -400,7 +392,7 @@ class Fleet:
             await client.run(hello, lambda step: self._receive(member, client, step))
         finally:
             member.disconnected()
-            self._feed.lost(member.worker_id)
+            self.feed.lost(member.worker_id)
             for task in (watch, adapting):
                 if task is not None:
                     task.cancel()
@@ -434,7 +426,7 @@ class Fleet:
 
     def _receive(self, member: Member, client: WorkerClient, step: StepMessage) -> None:
         for events in step.events:
-            if (hello := self._feed.receive(member.worker_id, events)) is not None:
+            if (hello := self.feed.receive(member.worker_id, events)) is not None:
                 missing = "worker %s: events are missing: requesting them from %d on"
                 log.info(missing, member.worker_id, hello.next_seq, extra=_of(member))
                 client.send_hello(hello)

@@ -9,48 +9,10 @@ other gateways ── Redis, if any ───▶ receive_shared ─┘
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kvtransfer.events import EventCursor, Gap
-from protos.values import Hello, KVEvent, KVEvents
+from protos.values import BlockHash, Hello, KVEvent, KVEvents
 from router.prefix.index import PrefixIndex
-
-
-class Peers(Protocol):
-    """Other gateways, with which workers' events are shared. Called on the event loop; never blocks it."""
-
-    @property
-    def trouble(self) -> str:
-        """Why sharing has stopped; "" while it works."""
-        ...
-
-    @property
-    def warning(self) -> str:
-        """A problem for the operator although sharing works; "" if there is none."""
-        ...
-
-    async def start(self) -> None:
-        """Starts sharing. Returns when the others' knowledge has been loaded, or after a few seconds without them."""
-        ...
-
-    async def close(self) -> None: ...
-
-    def join(self, feed: Feed) -> None:
-        """Passes the events of other gateways to `feed.receive_shared` from now on."""
-        ...
-
-    def connected(self, worker_id: str) -> None:
-        """Records that a connection to the worker is open: it sends its events to this gateway."""
-        ...
-
-    def received(self, worker_id: str, message: KVEvents) -> None:
-        """Records a worker's message that has been applied."""
-        ...
-
-    def lost(self, worker_id: str) -> None:
-        """Records that the connection to the worker is closed."""
-        ...
-
 
 Routed = Callable[[str, int, int], None]
 """Called with a worker, and the blocks and cached blocks of a prompt that another gateway has just routed to it."""
@@ -61,28 +23,33 @@ Observe = Callable[[str, Sequence[KVEvent]], None]
 class Feed:
     """Applies every worker's events to `index`, and requests those that are missing.
 
-    `num_gaps` counts the times events of a worker were missing.
+    `num_gaps` counts the times events of a worker were missing. `trouble` says why sharing with other gateways has
+    stopped, `warning` what an operator should know although it works; "" for nothing. `start` returns when the others'
+    knowledge has been loaded, or after a few seconds without them.
     """
 
-    def __init__(
-        self,
-        index: PrefixIndex,
-        *,
-        gateway_id: str,
-        peers: Peers | None = None,
-        observe: Observe | None = None,
-        routed: Routed = lambda worker_id, num_blocks, num_cached: None,
-    ) -> None:
+    trouble = ""
+
+    def __init__(self, index: PrefixIndex, *, gateway_id: str) -> None:
         self.index = index
+        self.gateway_id = gateway_id
         self.num_gaps = 0
-        self.routed = routed
-        self._gateway_id = gateway_id
+        self.routed: Routed = lambda worker_id, num_blocks, num_cached: None
+        self.observe: Observe | None = None
         self._cursors: dict[str, EventCursor] = {}
         self._asking: set[str] = set()
-        self._peers = peers
-        self._observe = observe
-        if peers is not None:
-            peers.join(self)
+
+    @property
+    def warning(self) -> str:
+        return ""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, until: float) -> None:
+        """Counts a prompt as cached by the worker to which it was just routed."""
+        self.index.expect(worker_id, hashes, until=until)
 
     def hello(self, worker_id: str, incarnation: int) -> Hello:
         """The greeting for a new connection to a worker. Blocks of the worker's former life are dropped."""
@@ -91,9 +58,7 @@ class Feed:
             self.drop(worker_id)
             cursor = self._cursors[worker_id] = EventCursor()
         self._asking.discard(worker_id)
-        if self._peers is not None:
-            self._peers.connected(worker_id)
-        return Hello(gateway_id=self._gateway_id, incarnation=cursor.incarnation, next_seq=cursor.next_seq)
+        return Hello(gateway_id=self.gateway_id, incarnation=cursor.incarnation, next_seq=cursor.next_seq)
 
     def receive(self, worker_id: str, message: KVEvents) -> Hello | None:
         """Applies a worker's message. If events are missing, nothing changes, and the result is a Hello that requests
@@ -102,14 +67,13 @@ class Feed:
         if not isinstance(news, Gap):
             self._asking.discard(worker_id)
             self._apply(worker_id, news)
-            if self._peers is not None:
-                self._peers.received(worker_id, message)
+            self._received(worker_id, message)
             return None
         if worker_id in self._asking:
             return None
         self._asking.add(worker_id)
         self.num_gaps += 1
-        return Hello(gateway_id=self._gateway_id, incarnation=news.incarnation, next_seq=news.next_seq)
+        return Hello(gateway_id=self.gateway_id, incarnation=news.incarnation, next_seq=news.next_seq)
 
     def receive_shared(self, worker_id: str, message: KVEvents) -> bool:
         """Applies a message that a worker sent to another gateway. False, without any change, if events are missing."""
@@ -133,8 +97,6 @@ class Feed:
 
     def lost(self, worker_id: str) -> None:
         """Records the end of a connection. The worker's cached blocks are kept: it may reconnect in the same life."""
-        if self._peers is not None:
-            self._peers.lost(worker_id)
 
     def drop(self, worker_id: str) -> None:
         """Drops a worker that has left."""
@@ -144,5 +106,8 @@ class Feed:
 
     def _apply(self, worker_id: str, events: Sequence[KVEvent]) -> None:
         self.index.apply(worker_id, events)
-        if self._observe is not None:
-            self._observe(worker_id, events)
+        if self.observe is not None:
+            self.observe(worker_id, events)
+
+    def _received(self, worker_id: str, message: KVEvents) -> None:
+        """Called after a worker's own message was applied."""

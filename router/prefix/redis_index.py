@@ -23,10 +23,10 @@ from redis.exceptions import ResponseError
 
 from protos.event_loop import loop_time
 from protos.hints import counted
-from protos.values import BlockHash, BlockStored, KVEvent, KVEvents
+from protos.values import BlockHash, Hello, KVEvents
 from router.log_throttle import OutageLog, RareLog
 from router.prefix.feed import Feed
-from router.prefix.index import Match, PrefixIndex
+from router.prefix.index import PrefixIndex
 from router.prefix.redis_store import (
     EventEntry,
     ForeignEntry,
@@ -62,18 +62,17 @@ class Scribe:
     read_then: int = 0
 
 
-class RedisPrefixIndex:
-    """`PrefixIndex` and `Peers` of one gateway, on one event loop. `start` and `close` it.
+class RedisFeed(Feed):
+    """The feed of one gateway, on one event loop. `start` and `close` it.
 
     Without Redis only the local index works, and `trouble` is set. `num_entries` of the stream of events were read;
     `num_outages` counts how often Redis was lost or was empty, `num_faults` how often an internal error restarted the
     sharing. Foreign data in its keys is ignored, and `warning` is set for a minute.
     """
 
-    def __init__(self, local: PrefixIndex, store: Store) -> None:
-        self.local = local
+    def __init__(self, index: PrefixIndex, store: Store) -> None:
+        super().__init__(index, gateway_id=store.gateway_id)
         self._store = store
-        self._feed: Feed | None = None
         self._scribes: dict[str, Scribe] = {}
         self._expected: list[tuple[str, Sequence[BlockHash], float]] = []
         self._released: list[str] = []
@@ -97,49 +96,31 @@ class RedisPrefixIndex:
     def warning(self) -> str:
         return self._unreadable.recent
 
-    # -- the index -----------------------------------------------------------------------------------------------------
-
-    def match(self, hashes: Sequence[BlockHash], *, now: float) -> Match:
-        return self.local.match(hashes, now=now)
-
-    def apply(self, worker_id: str, events: Sequence[KVEvent]) -> None:
-        self.local.apply(worker_id, events)
+    # -- the feed ------------------------------------------------------------------------------------------------------
 
     def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, until: float) -> None:
-        self.local.expect(worker_id, hashes, until=until)
+        super().expect(worker_id, hashes, until=until)
         if not self.trouble and hashes:
             self._expected.append((worker_id, hashes, until))
             del self._expected[:-MAX_EXPECTED_WAITING]
             self._news.set()
 
     def drop(self, worker_id: str) -> None:
-        self.local.drop(worker_id)
+        super().drop(worker_id)
         scribe = self._scribes.pop(worker_id, None)
         if scribe is not None and scribe.writing:
             self._released.append(worker_id)
             self._news.set()
 
-    def num_blocks(self, worker_id: str) -> int:
-        return self.local.num_blocks(worker_id)
-
-    def num_on_host(self, worker_id: str) -> int:
-        return self.local.num_on_host(worker_id)
-
-    def blocks(self, worker_id: str) -> tuple[BlockStored, ...]:
-        return self.local.blocks(worker_id)
-
-    # -- called by the feed --------------------------------------------------------------------------------------------
-
-    def join(self, feed: Feed) -> None:
-        self._feed = feed
-
-    def connected(self, worker_id: str) -> None:
+    def hello(self, worker_id: str, incarnation: int) -> Hello:
+        hello = super().hello(worker_id, incarnation)
         self._scribes[worker_id] = Scribe()
         self._unled_since_s.pop(worker_id, None)
         self._tick_due = True
         self._news.set()
+        return hello
 
-    def received(self, worker_id: str, message: KVEvents) -> None:
+    def _received(self, worker_id: str, message: KVEvents) -> None:
         scribe = self._scribes[worker_id]
         if not scribe.writing or scribe.snapshot_due or not (message.events or message.snapshot):
             return
@@ -162,7 +143,6 @@ class RedisPrefixIndex:
     # -- sharing -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        assert self._feed is not None, "`join` comes first"
         self._task = asyncio.create_task(self._run(), name="prefix index in Redis")
         with suppress(TimeoutError):
             async with asyncio.timeout(self.warm_s):
@@ -225,8 +205,7 @@ class RedisPrefixIndex:
             _begin_again(scribe)
 
     def _over(self) -> None:
-        assert self._feed is not None
-        message = f"the prefix index is shared through Redis: {counted(len(self._feed.worker_ids), 'worker')} known"
+        message = f"the prefix index is shared through Redis: {counted(len(self.worker_ids), 'worker')} known"
         if self.trouble == NOT_YET:
             log.info("%s", message)
         self.trouble = ""
@@ -256,15 +235,14 @@ class RedisPrefixIndex:
     async def _load(self, worker_id: str) -> str | None:
         """Loads a worker's snapshot, unless the index has later events. Returns the position in the stream after the
         snapshot."""
-        assert self._feed is not None
         try:
             found = await self._store.snapshot(worker_id)
             if found is None:
                 return None
             snapshot, position = found
-            known = self._feed.position(worker_id)
+            known = self.position(worker_id)
             if worker_id not in self._scribes and (snapshot.incarnation, snapshot.first_seq) > known:
-                self._feed.receive_shared(worker_id, snapshot)
+                self.receive_shared(worker_id, snapshot)
             return position
         except UNREADABLE as error:
             self._leave_out(f"the blocks of worker {worker_id!r}", error)
@@ -276,7 +254,6 @@ class RedisPrefixIndex:
             await self._take(await self._store.read(self._places, wait=True))
 
     async def _take(self, entries: Sequence[EventEntry | PromptEntry | ForeignEntry]) -> None:
-        assert self._feed is not None
         now = loop_time()
         for entry in entries:
             if not isinstance(entry, PromptEntry):
@@ -287,21 +264,20 @@ class RedisPrefixIndex:
             if entry.gateway == self._store.gateway_id:
                 continue
             if isinstance(entry, PromptEntry):
-                if self._feed.position(entry.worker_id) != (0, 0):
-                    num_cached = self.local.match(entry.hashes, now=now).blocks.get(entry.worker_id, 0)
-                    self._feed.routed(entry.worker_id, len(entry.hashes), num_cached)
-                    self.local.expect(entry.worker_id, entry.hashes, until=now + entry.for_s)
+                if self.position(entry.worker_id) != (0, 0):
+                    num_cached = self.index.match(entry.hashes, now=now).blocks.get(entry.worker_id, 0)
+                    self.routed(entry.worker_id, len(entry.hashes), num_cached)
+                    self.index.expect(entry.worker_id, entry.hashes, until=now + entry.for_s)
                 continue
-            if (entry.incarnation, entry.first_seq + entry.num_events) <= self._feed.position(entry.worker_id):
+            if (entry.incarnation, entry.first_seq + entry.num_events) <= self.position(entry.worker_id):
                 continue  # received from the worker itself
             if not self._heard_of(entry) and entry.worker_id not in self._scribes:
                 await self._load(entry.worker_id)
 
     def _heard_of(self, entry: EventEntry) -> bool:
         """Applies an entry of events; False if events before it are missing."""
-        assert self._feed is not None
         try:
-            return self._feed.receive_shared(entry.worker_id, entry.message())
+            return self.receive_shared(entry.worker_id, entry.message())
         except UNREADABLE as error:
             self._leave_out(f"events of worker {entry.worker_id!r}", error)
             return True
@@ -348,17 +324,15 @@ class RedisPrefixIndex:
         await self._bury()
 
     async def _acquire(self, worker_id: str) -> None:
-        assert self._feed is not None
         scribe = self._scribes.get(worker_id)
-        incarnation, _ = self._feed.position(worker_id)
+        incarnation, _ = self.position(worker_id)
         if scribe is not None and incarnation and await self._store.acquire(worker_id, incarnation):
             scribe.writing = scribe.snapshot_due = True
 
     async def _bury(self) -> None:
         """Removes workers for which no gateway has written for a whole lease: they have ended without a successor."""
-        assert self._feed is not None
         now = loop_time()
-        known = {*self._feed.worker_ids, *await self._worker_ids()} - self._scribes.keys()
+        known = {*self.worker_ids, *await self._worker_ids()} - self._scribes.keys()
         holders = await self._store.holders(sorted(known))
         for worker_id, holder in holders.items():
             if holder is not None:
@@ -367,7 +341,7 @@ class RedisPrefixIndex:
                 del self._unled_since_s[worker_id]
                 await self._store.tidy(worker_id)
                 if worker_id not in self._scribes:
-                    self._feed.drop(worker_id)
+                    self.drop(worker_id)
 
     async def _flush(self, *, until: float) -> None:
         """Writes the pending events. Leases must be renewed at `until`, so the rest may have to wait."""
@@ -393,14 +367,13 @@ class RedisPrefixIndex:
 
     async def _bring_up_to_date(self, worker_id: str, scribe: Scribe) -> bool:
         """False when this gateway may not write for the worker any more."""
-        assert self._feed is not None
         behind = scribe.num_since > max(
-            LEAST_BEFORE_SNAPSHOT, self.local.num_blocks(worker_id) + self.local.num_on_host(worker_id)
+            LEAST_BEFORE_SNAPSHOT, self.index.num_blocks(worker_id) + self.index.num_on_host(worker_id)
         )
         trimmed = scribe.num_since and self.num_entries - scribe.read_then > self._store.max_entries // 2
         if scribe.snapshot_due or behind or trimmed:
-            incarnation, next_seq = self._feed.position(worker_id)
-            blocks = self.local.blocks(worker_id)
+            incarnation, next_seq = self.position(worker_id)
+            blocks = self.index.blocks(worker_id)
             scribe.snapshot_due, scribe.num_since, scribe.read_then = False, 0, self.num_entries
             scribe.pending.clear()
             snapshot = KVEvents(incarnation=incarnation, first_seq=next_seq, events=blocks, snapshot=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from kvtransfer import hashing
-from router.prefix.feed import Peers
+from router.prefix.feed import Feed
 from router.prefix.index import PrefixIndex
 from router.prefix.memory_index import MemoryPrefixIndex
 from router.prefix.table_index import TablePrefixIndex, compiled
@@ -22,17 +22,14 @@ def local_index() -> PrefixIndex:
     return TablePrefixIndex() if compiled() is not None else MemoryPrefixIndex()
 
 
-def open_index(where: str, *, model: str, gateway_id: str) -> tuple[PrefixIndex, Peers | None]:
-    """Opens the index, and the connection to the gateways that share it, if `where` is the URL of a Redis. Raises
-    Misconfigured."""
+def open_feed(where: str, *, model: str, gateway_id: str) -> Feed:
+    """Opens the index, shared with other gateways if `where` is the URL of a Redis. Raises Misconfigured."""
     if where == MEMORY:
-        return local_index(), None
-    from router.prefix.redis_index import RedisPrefixIndex
+        return Feed(local_index(), gateway_id=gateway_id)
+    from router.prefix.redis_index import RedisFeed
     from router.prefix.redis_store import Store
     from router.prefix.redis_url import parse
 
     url = parse(where, setting="index")
     log.info("the prefix index is shared at %s", url.shown)
-    store = Store(url.client(timeout_s=TIMEOUT_S), model=model, gateway_id=gateway_id)
-    index = RedisPrefixIndex(local_index(), store)
-    return index, index
+    return RedisFeed(local_index(), Store(url.client(timeout_s=TIMEOUT_S), model=model, gateway_id=gateway_id))

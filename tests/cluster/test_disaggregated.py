@@ -25,6 +25,7 @@ from router.build_router import build_router
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.fleet import Fleet
 from router.jobs import Job
+from router.prefix.feed import Feed
 from router.prefix.memory_index import MemoryPrefixIndex
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, oracle_answers
@@ -133,7 +134,7 @@ async def pair_of(
     **routing: Any,
 ) -> AsyncIterator[Pair]:
     router = router_config(folder, "m", local_prefill_tokens=0, **routing)
-    built = build_router(router, gateway_id="test", index=MemoryPrefixIndex())
+    built = build_router(router, feed=Feed(MemoryPrefixIndex(), gateway_id="test"))
     fleet, pair = built.fleet, Pair(built.fleet, built.dispatcher)
     followers: list[threading.Thread] = []
     for service, worker_id, config, *pool in (

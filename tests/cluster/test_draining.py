@@ -22,6 +22,7 @@ from router.build_router import Router, build_router
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.fleet import Fleet
 from router.jobs import Job, TokenDelta
+from router.prefix.feed import Feed
 from router.prefix.memory_index import MemoryPrefixIndex
 from router.router_config import RouterConfig
 from tests.cluster.test_disaggregated import PROMPTS, config_for, start
@@ -106,7 +107,7 @@ class Cluster:
 @asynccontextmanager
 async def cluster_of(folder: Path, *worker_ids: str) -> AsyncIterator[Cluster]:
     config = RouterConfig(model_path=folder, model_name="m", local_prefill_tokens=0, policy="round_robin")
-    cluster = Cluster(folder, build_router(config, gateway_id="test", index=MemoryPrefixIndex()))
+    cluster = Cluster(folder, build_router(config, feed=Feed(MemoryPrefixIndex(), gateway_id="test")))
     try:
         for worker_id in worker_ids:
             await cluster.start(worker_id)

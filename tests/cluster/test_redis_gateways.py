@@ -61,7 +61,7 @@ async def until(holds: Callable[[str], bool], front: GatewayServer) -> None:
 
 
 def cached_blocks(front: GatewayServer) -> int:
-    return front.fleet.index.num_blocks("w")
+    return front.fleet.feed.index.num_blocks("w")
 
 
 async def test_gateways_share_an_index_and_outlive_its_redis(redis: RedisServer) -> None:

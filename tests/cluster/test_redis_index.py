@@ -19,8 +19,7 @@ from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.values import BlockRemoved, BlockStored, Hello, KVEvents, Tier
 from router.prefix import redis_index as prefix_redis
-from router.prefix.feed import Feed
-from router.prefix.redis_index import RedisPrefixIndex
+from router.prefix.redis_index import RedisFeed
 from router.prefix.redis_store import Store
 from router.prefix.redis_url import parse
 from router.prefix.table_index import TablePrefixIndex
@@ -105,13 +104,14 @@ class Gateway:
             lease_s=LEASE_S,
             max_entries=max_entries,
         )
-        self.index = RedisPrefixIndex(TablePrefixIndex(), store)
+        self.feed = RedisFeed(TablePrefixIndex(), store)
+        self.index = self.feed.index
         self.routed: list[tuple[str, int, int]] = []  # by other gateways
 
         def routed(*prompt: Any) -> None:
             self.routed.append(prompt)
 
-        self.feed = Feed(self.index, gateway_id=gateway_id, peers=self.index, routed=routed)
+        self.feed.routed = routed
 
     def matched(self, prompt: range) -> dict[str, int]:
         return dict(self.index.match(chain(prompt), now=asyncio.get_running_loop().time()).blocks)
@@ -131,8 +131,8 @@ async def until(holds: Callable[[], bool]) -> None:
 async def opened(*gateways: Gateway) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
         for gateway in gateways:
-            stack.push_async_callback(gateway.index.close)
-            await gateway.index.start()
+            stack.push_async_callback(gateway.feed.close)
+            await gateway.feed.start()
         yield
 
 
@@ -151,10 +151,10 @@ async def test_a_gateway_knows_at_its_start_what_others_have_heard(redis: RedisS
     async with opened(first):
         worker.meet(first)
         worker.evict_to_host(PROMPTS[0], keep=2)
-        await until(lambda: first.index.writes_for("w"))
+        await until(lambda: first.feed.writes_for("w"))
         worker.read(*PROMPTS[2:])
         worker.evict_to_host(PROMPTS[2], keep=1)
-        await until(lambda: first.index.num_entries > 0)
+        await until(lambda: first.feed.num_entries > 0)
         async with opened(second):
             assert knows(second, PROMPTS)()
             now = asyncio.get_running_loop().time()
@@ -189,13 +189,13 @@ async def test_siblings_of_a_burst_are_expected_together_at_every_gateway(redis:
         worker.meet(first)
         worker.meet(second)
         now = asyncio.get_running_loop().time()
-        first.index.expect("w", chain(PROMPTS[0]), until=now + 60.0)
+        first.feed.expect("w", chain(PROMPTS[0]), until=now + 60.0)
         await until(knows(second, PROMPTS[:1]))
-        first.index.expect("w", chain(PROMPTS[0]), until=now + 60.0)
+        first.feed.expect("w", chain(PROMPTS[0]), until=now + 60.0)
         length = len(chain(PROMPTS[0]))
         await until(lambda: second.routed == [("w", length, 0), ("w", length, length)])
         assert not first.routed
-        first.index.expect("w", chain(PROMPTS[1]), until=now + 0.2)
+        first.feed.expect("w", chain(PROMPTS[1]), until=now + 0.2)
         await until(lambda: not second.matched(PROMPTS[1]) and asyncio.get_running_loop().time() > now + 0.2)
 
 
@@ -230,12 +230,12 @@ async def test_a_gateway_that_died_is_succeeded_by_one_that_hears_the_worker(red
         async with opened(first):
             worker.meet(first)
             worker.read(*PROMPTS[:2])
-            await until(lambda: first.index.writes_for("w"))
+            await until(lambda: first.feed.writes_for("w"))
             worker.meet(second)
-        assert not second.index.writes_for("w")
+        assert not second.feed.writes_for("w")
         del worker._told["g1"]
         worker.read(*PROMPTS[2:])
-        await until(lambda: second.index.writes_for("w"))
+        await until(lambda: second.feed.writes_for("w"))
         await until(knows(third, PROMPTS))
 
 
@@ -277,11 +277,11 @@ async def test_streams_are_trimmed_and_a_late_gateway_is_warm_all_the_same(redis
     late = Gateway("g2", redis.url, max_entries=limit)
     async with opened(first):
         worker.meet(first)
-        await until(lambda: first.index.writes_for("w"))
+        await until(lambda: first.feed.writes_for("w"))
         for number in range(260):
             worker.read(range(number, number + 8))
-            heard = first.index.num_entries
-            await until(lambda heard=heard: first.index.num_entries > heard or bool(first.index.trouble))  # type: ignore[misc]
+            heard = first.feed.num_entries
+            await until(lambda heard=heard: first.feed.num_entries > heard or bool(first.feed.trouble))  # type: ignore[misc]
         async with Redis.from_url(redis.url) as client:
             assert await client.xlen("baton:{toy}:kv1:events") <= 2 * limit
         async with opened(late):
@@ -310,11 +310,11 @@ async def test_a_gateway_says_that_redis_has_forgotten(redis: RedisServer) -> No
     async with opened(alone):
         worker.meet(alone)
         worker.read(PROMPTS[0])
-        await until(lambda: alone.index.writes_for("w"))
+        await until(lambda: alone.feed.writes_for("w"))
         async with Redis.from_url(redis.url) as client:
             await client.flushall()
-        await until(lambda: alone.index.num_outages == 1)
-        await until(lambda: not alone.index.trouble)
+        await until(lambda: alone.feed.num_outages == 1)
+        await until(lambda: not alone.feed.trouble)
 
 
 @pytest.mark.parametrize("fault", ["killed", "paused", "emptied", "emptied under load"])
@@ -324,7 +324,7 @@ async def test_routing_goes_on_without_redis_and_sharing_comes_back(redis: Redis
         worker.meet(first)
         worker.meet(second)
         worker.read(PROMPTS[0])
-        await until(lambda: first.index.writes_for("w") or second.index.writes_for("w"))
+        await until(lambda: first.feed.writes_for("w") or second.feed.writes_for("w"))
         if "emptied" in fault:
             async with Redis.from_url(redis.url) as client:
                 await written(client)  # or nothing would be lost
@@ -334,27 +334,27 @@ async def test_routing_goes_on_without_redis_and_sharing_comes_back(redis: Redis
                 await led(client)  # by either: whoever looks first takes the free lease
         else:
             (redis.stop if fault == "killed" else redis.pause)()
-            await until(lambda: "cannot be reached" in first.index.trouble and "cannot be" in second.index.trouble)
+            await until(lambda: "cannot be reached" in first.feed.trouble and "cannot be" in second.feed.trouble)
         worker.read(*PROMPTS[1:3])
         for gateway in (first, second):
-            gateway.index.expect("w", chain(PROMPTS[3]), until=asyncio.get_running_loop().time() + 60.0)
+            gateway.feed.expect("w", chain(PROMPTS[3]), until=asyncio.get_running_loop().time() + 60.0)
             assert knows(gateway, PROMPTS[:4])()
         if "emptied" not in fault:
             (redis.start if fault == "killed" else redis.resume)()
-        await until(lambda: not first.index.trouble and not second.index.trouble)
+        await until(lambda: not first.feed.trouble and not second.feed.trouble)
         worker.read(PROMPTS[4])
         late = Gateway("g3", redis.url)
         async with opened(late):
             await until(knows(late, [*PROMPTS[:3], PROMPTS[4]]))
-        assert first.index.num_faults == second.index.num_faults == 0
+        assert first.feed.num_faults == second.feed.num_faults == 0
 
 
 async def test_a_gateway_starts_without_redis_and_says_so(redis: RedisServer) -> None:
     redis.stop()
     worker, alone = Worker("w"), Gateway("g1", redis.url)
-    alone.index.warm_s = 0.1
+    alone.feed.warm_s = 0.1
     async with opened(alone):
-        assert alone.index.trouble
+        assert alone.feed.trouble
         worker.meet(alone)
         worker.read(PROMPTS[0])
         assert knows(alone, PROMPTS[:1])()
@@ -376,22 +376,22 @@ async def test_a_redis_that_is_full_is_logged_once_and_told_all_the_time(
     async with opened(alone), Redis.from_url(redis.url) as client:
         worker.meet(alone)
         worker.read(PROMPTS[0])
-        await until(lambda: alone.index.writes_for("w"))
+        await until(lambda: alone.feed.writes_for("w"))
         caplog.clear()
         await client.config_set("maxmemory", "1")
         worker.read(PROMPTS[1])
-        await until(lambda: "cannot be used: " in alone.index.trouble)
-        follow = alone.index._follow
+        await until(lambda: "cannot be used: " in alone.feed.trouble)
+        follow = alone.feed._follow
 
         async def noted() -> NoReturn:
-            told.append(alone.index.trouble)
+            told.append(alone.feed.trouble)
             await follow()
 
-        monkeypatch.setattr(alone.index, "_follow", noted)
+        monkeypatch.setattr(alone.feed, "_follow", noted)
         await until(lambda: len(told) > 5)
         assert all(told)
         await client.config_set("maxmemory", "0")
-        await until(lambda: not alone.index.trouble)
+        await until(lambda: not alone.feed.trouble)
     lines = [record.message for record in caplog.records]
     assert ["going on with this gateway's own" in line for line in lines] == [True, False], lines
     assert lines[1].startswith("the prefix index is shared through Redis")
@@ -419,8 +419,8 @@ async def test_what_others_write_to_its_keys_is_left_out_with_one_line(
                 await client.xadd(root + "expected", {"gateway": "x", "worker": "w", "for_s": "nan", "hashes": b"1"})
             worker.read(*PROMPTS[:2])
             await until(knows(second, PROMPTS[:2]))
-            assert "no gateway has written it" in second.index.warning
-            assert (first.index.num_faults, second.index.num_faults) == (0, 0)
+            assert "no gateway has written it" in second.feed.warning
+            assert (first.feed.num_faults, second.feed.num_faults) == (0, 0)
     assert [record.message for record in caplog.records if record.exc_info] == []
     left_out = [record.message for record in caplog.records if "left out" in record.message]
     assert len(left_out) == 2, "one line for each gateway"

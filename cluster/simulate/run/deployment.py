@@ -31,8 +31,9 @@ from router.fleet.successors import Successor
 from router.fleet.worker_client import WorkerClient
 from router.fleet_owner import Revision
 from router.jobs import Job
+from router.prefix.feed import Feed
 from router.prefix.index import NO_MATCH
-from router.prefix.redis_index import RedisPrefixIndex
+from router.prefix.redis_index import RedisFeed
 from router.prefix.redis_store import Store
 from router.prefix.registry import local_index
 
@@ -45,17 +46,15 @@ class SimulatedGateway:
     def __init__(self, name: str, config: SimulationConfig, network: Network, store: Server | None) -> None:
         self.name = name
         self.local = local_index()
-        self.shared: RedisPrefixIndex | None = None
+        self.feed = Feed(self.local, gateway_id=name)
         self._client: FakeRedisClient | None = None
         if store is not None:
             self._client = FakeRedisClient(store)
             kept = Store(self._client, model=config.router.model_name, gateway_id=name)
-            self.shared = RedisPrefixIndex(self.local, kept)
+            self.feed = RedisFeed(self.local, kept)
         router = build_router(
             config.router,
-            gateway_id=name,
-            index=self.shared or self.local,
-            peers=self.shared,
+            feed=self.feed,
             open_channel=network.open_channel,
             encoding=VALUES,
         )
@@ -66,13 +65,11 @@ class SimulatedGateway:
 
     async def start(self) -> None:
         """Returns when it has the other gateways' knowledge."""
-        if self.shared is not None:
-            await self.shared.start()
+        await self.feed.start()
 
     async def stop(self) -> None:
         await self.fleet.close()
-        if self.shared is not None:
-            await self.shared.close()
+        await self.feed.close()
 
     async def kill(self) -> None:
         """Ends its process, and with it every running answer, without an error to clients."""
@@ -85,7 +82,7 @@ class SimulatedGateway:
 
     def assert_no_faults(self) -> None:
         assert self.fleet.num_faults == 0, f"{self.name} met a fault of our own: see its log"
-        assert self.shared is None or self.shared.num_faults == 0, (
+        assert not isinstance(self.feed, RedisFeed) or self.feed.num_faults == 0, (
             f"{self.name} met one of its shared index: see its log"
         )
 

@@ -152,7 +152,7 @@ class Invariants:
 
     def _check_index(self, gateway: SimulatedGateway, worker: SimulatedWorker) -> None:
         """Checks that a gateway with all events knows exactly the cached blocks."""
-        log, received = worker.log, gateway.fleet.position(worker.worker_id)
+        log, received = worker.log, gateway.fleet.feed.position(worker.worker_id)
         published = (log.incarnation, log.next_seq)
         assert received <= published, f"{gateway.name} has heard of {received}, {worker.worker_id} has said {published}"
         if received < published:  # the last events were lost: the next message reveals the gap

@@ -1,7 +1,7 @@
 """A simulated Redis through which gateways share their prefix index. It has the commands that
 `router.prefix.redis_store` uses.
 
-RedisPrefixIndex ─ Store ─▶ Client ── delay, away or not ──▶ Server: strings, hashes, sets, streams, leases that end
+RedisFeed ─ Store ─▶ Client ── delay, away or not ──▶ Server: strings, hashes, sets, streams, leases that end
 
 The gateways run the real client code, keys and messages included. Scripts are recognised by their text and run in
 Python, with the effects of Redis's Lua: one test sends the same commands to this server and to a real one.

@@ -24,6 +24,7 @@ from router.jobs import Job, TokenDelta
 from router.policies.candidate_columns import CandidateTable
 from router.policies.decision import Decision, Policy, RequestView
 from router.policies.registry import policy_of
+from router.prefix.feed import Feed
 from router.prefix.memory_index import MemoryPrefixIndex
 from router.router_config import RouterConfig
 from tests.unit.router.fake_worker import FakeWorker
@@ -91,7 +92,7 @@ class Cluster:
         quick: dict[str, Any] = {"health_period_s": 60.0, "retry_pause_s": 0.01, "policy": "round_robin"}
         self.config = router_config(Path("m"), "toy", **quick | settings)
         self.workers: dict[str, FakeWorker] = {}
-        self.router = build_router(self.config, gateway_id="g0", index=MemoryPrefixIndex(), open_fleet=Listening)
+        self.router = build_router(self.config, feed=Feed(MemoryPrefixIndex(), gateway_id="g0"), open_fleet=Listening)
         self.fleet = cast("Listening", self.router.fleet)
         self.generate = self.router.dispatcher
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from router.auth.auth import AccessControl
 from router.batches.batch_metrics import BatchMetrics
 from router.build_router import build_router
+from router.prefix.feed import Feed
+from router.prefix.memory_index import MemoryPrefixIndex
 from router.request_metrics import RequestMetrics
 from router.router_config import RouterConfig
 
@@ -35,7 +37,7 @@ async def exposed() -> set[str]:
     AccessControl(None, registry=metrics.registry)
     BatchMetrics(metrics.registry)
     config = RouterConfig(model_path=Path("model"), model_name="model", shadow_policy="prefix_aware")
-    router = build_router(config, gateway_id="gateway", registry=metrics.registry)
+    router = build_router(config, feed=Feed(MemoryPrefixIndex(), gateway_id="gateway"), registry=metrics.registry)
     families = list(metrics.registry.collect())
     await router.close()
     return {f"{family.name}_total" if family.type == "counter" else family.name for family in families} | OF_THE_CLUSTER

@@ -114,7 +114,7 @@ async def test_what_lies_on_another_workers_host_is_fetched_too(make: Callable[.
     cluster = await two_readers(make)
     hashes = chain_hashes(PROMPT, BLOCK_SIZE)
     on_host = BlockStored(hashes=tuple(hashes[2:]), parent=hashes[1], tier=Tier.HOST)
-    cluster.fleet.index.apply("c1", (on_host, BlockRemoved(hashes=tuple(hashes[2:]))))
+    cluster.fleet.feed.index.apply("c1", (on_host, BlockRemoved(hashes=tuple(hashes[2:]))))
     await collect(cluster, job("r"))
     (shared,) = cluster["c1"].shared
     assert len(shared.hashes) == (len(PROMPT) - 1) // BLOCK_SIZE

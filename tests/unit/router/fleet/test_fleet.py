@@ -41,7 +41,7 @@ def reason(cluster: Cluster, worker_id: str) -> str:
 
 
 def cached(cluster: Cluster, *worker_ids: str) -> Iterable[int]:
-    matched = cluster.fleet.index.match(HASHES, now=float("inf"))
+    matched = cluster.fleet.feed.index.match(HASHES, now=float("inf"))
     return [matched.blocks.get(worker_id, 0) for worker_id in worker_ids]
 
 
@@ -97,7 +97,7 @@ async def test_what_workers_of_other_block_sizes_have_cached_is_known(make: Call
     await cluster.add("c2", layout=replace(LAYOUT, block_size=size // 2))
     for worker_id, num_blocks in (("c0", 1), ("c1", 1), ("c2", 3)):
         chain = chain_hashes(PROMPT, cluster.fleet.member(worker_id).block_size or 0)
-        cluster.fleet.index.expect(worker_id, chain[:num_blocks], until=float("inf"))
+        cluster.fleet.feed.index.expect(worker_id, chain[:num_blocks], until=float("inf"))
     matched = cluster.fleet.match(partial(chain_hashes, PROMPT), now=0.0)
     assert matched.blocks == {"c0": 1, "c1": 2, "c2": 1}
     candidates = cluster.fleet.candidates(matched, len(PROMPT))
@@ -105,7 +105,7 @@ async def test_what_workers_of_other_block_sizes_have_cached_is_known(make: Call
     await collect(cluster, job())
     (used,) = (name for name in ("c0", "c1", "c2") if cluster[name].submitted)
     own = chain_hashes(PROMPT, cluster.fleet.member(used).block_size or 0)
-    assert cluster.fleet.index.match(own, now=0.0).blocks[used] == len(own), "siblings are sent after it"
+    assert cluster.fleet.feed.index.match(own, now=0.0).blocks[used] == len(own), "siblings are sent after it"
 
 
 async def test_the_key_of_a_workers_lanes_goes_to_the_other_worker_and_is_not_shown(

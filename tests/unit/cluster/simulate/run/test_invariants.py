@@ -315,9 +315,7 @@ def test_what_was_known_of_a_former_life_and_is_kept_is_found(monkeypatch: pytes
 
     def greet(feed: Feed, worker_id: str, incarnation: int) -> Hello:
         cursor = feed._cursors.setdefault(worker_id, EventCursor())
-        if feed._peers is not None:
-            feed._peers.connected(worker_id)
-        return Hello(gateway_id=feed._gateway_id, incarnation=cursor.incarnation, next_seq=cursor.next_seq)
+        return Hello(gateway_id=feed.gateway_id, incarnation=cursor.incarnation, next_seq=cursor.next_seq)
 
     def knows(feed: Feed, worker_id: str, incarnation: int) -> bool:
         cursor = feed._cursors.get(worker_id)

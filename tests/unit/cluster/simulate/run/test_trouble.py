@@ -17,6 +17,7 @@ from cluster.simulate.world.faults import Fault, Kind, drawn
 from cluster.simulate.world.network import NetworkModel
 from protos.errors import Misconfigured
 from protos.values import SequenceUpdate, WorkerRole
+from router.prefix.redis_index import RedisFeed
 from tests.unit.cluster.simulate.towns import run, town
 from workers.engine.engine import Engine
 
@@ -116,10 +117,8 @@ def test_gateways_know_when_their_store_is_gone_and_share_again_when_it_is_back(
     async def troubles() -> list[set[str]]:
         deployment = SimulatedDeployment(config, SimulationLog(running_loop()))
         await deployment.start()
-        shared, store = (
-            [gateway.shared for gateway in deployment.gateways if gateway.shared is not None],
-            deployment.store,
-        )
+        shared = [gateway.feed for gateway in deployment.gateways if isinstance(gateway.feed, RedisFeed)]
+        store = deployment.store
         assert store is not None
         told: list[set[str]] = []
         changes: list[Callable[[], None]] = [lambda: None, store.disconnect, store.clear, store.reconnect]

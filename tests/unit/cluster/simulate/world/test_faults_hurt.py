@@ -18,6 +18,7 @@ from cluster.simulate.world.faults import Kind
 from cluster.simulate.world.simulated_lanes import Cards
 from protos.values import Hello, KVEvents
 from router.prefix.feed import Feed
+from router.prefix.redis_index import RedisFeed
 from router.router_config import DispatchConfig
 from tests.unit.cluster.simulate.towns import run
 
@@ -73,7 +74,7 @@ def felt(where: str, *faults: str) -> Felt:
         return hello
 
     async def look_and_stop(gateway: SimulatedGateway) -> None:
-        outages.extend([gateway.shared.num_outages] if gateway.shared is not None else [])
+        outages.extend([gateway.feed.num_outages] if isinstance(gateway.feed, RedisFeed) else [])
         await stop(gateway)
 
     def keep_and_count(server: Server, *asked: Any) -> Any:
