@@ -13,7 +13,8 @@ import torch
 from protos.values import KVLayout
 from tests.numerics.filled import ROWS, filled, normal
 from workers.attention.backend import AttentionInputs, AttentionOptions, GroupTables
-from workers.attention.cpu import NativeAttention, TorchAttention, cpu_attention
+from workers.attention.cpu import NativeAttention, cpu_attention
+from workers.attention.torch_attention import TorchAttention
 from workers.kernels import cpu, twins
 from workers.kernels.cpu import native_build
 from workers.kernels.cpu.native_build import compile_library, native

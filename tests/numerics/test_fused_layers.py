@@ -138,4 +138,4 @@ def test_nothing_is_compiled_for_an_attention_that_is_not(tmp_path: Path, monkey
     """Workers with such an attention, as on a GPU, neither wait for a compiler nor warn that there is none."""
     decoder = packed(tmp_path, "llama")
     monkeypatch.setattr("workers.runner.fused_layers.native", lambda _: pytest.fail("the CPU's kernels were asked for"))
-    assert PagedRun(decoder, attention="reference", fused=True).through is None
+    assert PagedRun(decoder, attention="torch", fused=True).through is None

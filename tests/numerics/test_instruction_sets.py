@@ -14,7 +14,8 @@ from protos.values import KVLayout
 from tests.numerics.filled import ROWS, filled, normal
 from tests.numerics.quantised_weights import E4M3, IQ4, NF4, grouped, of_form
 from workers.attention.backend import AttentionInputs, AttentionOptions
-from workers.attention.cpu import NativeAttention, TorchAttention, cpu_attention
+from workers.attention.cpu import NativeAttention, cpu_attention
+from workers.attention.torch_attention import TorchAttention
 from workers.kernels import twins
 from workers.kernels.cpu.native_build import Native, Tiles, compile_library, native, native_tiles
 from workers.kernels.cpu.products import PackedFloats

@@ -13,8 +13,7 @@ from workers.kv.kv_storage import KVStorage
 BACKENDS: dict[str, str] = {
     "cpu": "workers.attention.cpu:cpu_attention",
     "cuda": "workers.attention.paged:PagedAttention",
-    "torch": "workers.attention.cpu:TorchAttention",
-    "reference": "workers.attention.reference_attention:ReferenceAttention",
+    "torch": "workers.attention.torch_attention:TorchAttention",
 }
 
 

@@ -173,27 +173,35 @@ def paged_attention(
     window: int | None,
     softcap: float = 0.0,
     sinks_N: torch.Tensor | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed rows over their pages, token by token and head by head in float64.
+    """Causal attention of packed rows over their pages, row by row in float32. A row reads no page but its own.
 
     The arguments are those of `workers.attention.backend`, the caches [NB, K, BS, D]. Returns [T, N, D] in q's dtype.
     """
-    num_heads, block_size = q_TND.shape[1], k_cache.shape[2]
-    group = num_heads // k_cache.shape[1]
+    num_kv_heads, block_size = k_cache.shape[1:3]
     out_TND = q_TND.new_empty(*q_TND.shape[:2], v_cache.shape[3])
+    k_scales, v_scales = scales or (None, None)
     for row, context_len in enumerate(context_lens):
         start, stop = query_starts[row], query_starts[row + 1]
-        for token in range(start, stop):
-            last = context_len - (stop - token)
-            first = 0 if window is None else max(0, last + 1 - window)
-            places = [divmod(position, block_size) for position in range(first, last + 1)]
-            pages = [(int(block_tables_SB[row, index]), offset) for index, offset in places]
-            for head in range(num_heads):
-                keys_CD = torch.stack([k_cache[block, head // group, offset] for block, offset in pages]).double()
-                values_CD = torch.stack([v_cache[block, head // group, offset] for block, offset in pages]).double()
-                scores_C = capped(keys_CD @ q_TND[token, head].double() * scale, softcap)
-                sink = None if sinks_N is None else sinks_N[head]
-                out_TND[token, head] = softmax(scores_C, sink) @ values_CD
+        positions_Q1 = torch.arange(context_len - (stop - start), context_len, device=q_TND.device).unsqueeze(1)
+        first = 0 if window is None else max(0, context_len - (stop - start) + 1 - window)
+        first_page = first // block_size
+        pages_B = block_tables_SB[row, first_page : -(-context_len // block_size)].long()
+        seen = slice(first - first_page * block_size, context_len - first_page * block_size)
+        keys, values = (
+            widened(cache[pages_B], part if part is None or part.dim() == 1 else part[pages_B])
+            for cache, part in ((k_cache, k_scales), (v_cache, v_scales))
+        )
+        k_K1CD, v_K1CD = (part.float().transpose(0, 1).flatten(1, 2)[:, None, seen] for part in (keys, values))
+        positions_C = torch.arange(first, context_len, device=q_TND.device)
+        visible_QC = positions_C <= positions_Q1
+        if window is not None:
+            visible_QC &= positions_C > positions_Q1 - window
+        q_KGQD = q_TND[start:stop].transpose(0, 1).unflatten(0, (num_kv_heads, -1)).float()
+        sinks_KG1 = None if sinks_N is None else sinks_N.view(num_kv_heads, -1, 1)
+        out_KGQD = attention(q_KGQD, k_K1CD, v_K1CD, visible_QC, scale=scale, softcap=softcap, sinks_Q=sinks_KG1)
+        out_TND[start:stop] = out_KGQD.flatten(0, 1).transpose(0, 1).to(q_TND.dtype)
     return out_TND
 
 
@@ -223,11 +231,15 @@ def attention(
 ) -> torch.Tensor:
     """`scaled_dot_product_attention` with the options of `workers.attention.backend`, in float32. Further dimensions
     broadcast. Without `visible_QC` a query sees the keys up to its own, which are the last Q. Returns q's dtype."""
-    scores_QC = capped((q_QD.float() @ k_CD.float().mT) * scale, softcap)
     if visible_QC is None:
-        num_queries, num_keys = scores_QC.shape[-2:]
+        num_queries, num_keys = q_QD.shape[-2], k_CD.shape[-2]
         visible_QC = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_QD.device)
         visible_QC = visible_QC.tril(num_keys - num_queries)
+    if not softcap and sinks_Q is None:
+        whole = (*torch.broadcast_shapes(q_QD.shape[:-2], k_CD.shape[:-2]), -1, -1)
+        wide = (q_QD.float(), k_CD.float().expand(whole), v_CD.float().expand(whole))
+        return F.scaled_dot_product_attention(*wide, attn_mask=visible_QC, scale=scale).to(q_QD.dtype)
+    scores_QC = capped((q_QD.float() @ k_CD.float().mT) * scale, softcap)
     weights_QC = softmax(scores_QC.masked_fill(~visible_QC, float("-inf")), sinks_Q)
     return (weights_QC @ v_CD.float()).to(q_QD.dtype)
 

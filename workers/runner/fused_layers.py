@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from workers.attention.backend import AttentionBackend, AttentionInputs, CosSin
-from workers.attention.cpu import NativeAttention
+from workers.attention.cpu import CompiledAttention
 from workers.attention.grouped_attention import GroupedAttention
-from workers.attention.latent_cpu import NativeLatentAttention
 from workers.kernels.cpu.layers import CompiledLayers
 from workers.kernels.cpu.native_build import native
 from workers.models.decoder import Decoder, Taps, Through
@@ -25,7 +24,7 @@ def fused_layers(decoder: ServedDecoder, attention: AttentionBackend, notify: Ca
     if not isinstance(decoder, Decoder):
         return None
     backends = attention.backends if isinstance(attention, GroupedAttention) else (attention,)
-    natives = [backend for backend in backends if isinstance(backend, NativeAttention | NativeLatentAttention)]
+    natives = [backend for backend in backends if isinstance(backend, CompiledAttention)]
     if len(natives) < len(backends):
         return None
     kernels, weights, form = native(decoder.context.dtype), decoder.packed_layers(), decoder.layer_form()

@@ -1,4 +1,4 @@
-"""Slow and simple attention, with which the other backends are compared."""
+"""Attention in plain torch: what the fast backends are compared with, and what CPUs without a compiler do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.kernels import twins
 from workers.kv.kv_storage import KVStorage
 
 
-class ReferenceAttention:
+class TorchAttention:
     def __init__(self, storage: KVStorage, group: int = 0) -> None:
         self._storage = storage
         self._group = group
@@ -32,11 +32,10 @@ class ReferenceAttention:
     def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         assert self._inputs is not None, "attend before begin"
         keys, values = self._storage.keys_values(layer, options.value_dim)
-        k_scales, v_scales = self._storage.scales(layer) or (None, None)
         return twins.paged_attention(
             q_TND,
-            twins.widened(keys, k_scales),
-            twins.widened(values, v_scales),
+            keys,
+            values,
             query_starts=self._inputs.query_starts,
             context_lens=self._inputs.context_lens,
             block_tables_SB=self._inputs.tables[self._group].block_tables_SB,
@@ -44,4 +43,5 @@ class ReferenceAttention:
             window=options.window,
             softcap=options.softcap,
             sinks_N=options.sinks_N,
+            scales=self._storage.scales(layer),
         )
