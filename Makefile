@@ -1,6 +1,6 @@
 # Baton's verbs. Each prepares what it needs; a second call is instant. Settings:
 #   ARGS         more flags for the program: make up ARGS="--port 9000"
-#   PYTHON       the interpreter for .venv, 3.11 or 3.12 (found by itself)
+#   PYTHON       the interpreter for .venv, 3.11 to 3.13 (found by itself)
 #   MINUTES      how long `make fuzz` draws; SEED: where it begins, the time of day unless given
 #   TORCH        cpu or cuda: the build of torch; auto takes cuda where there is an NVIDIA driver (CONTRIBUTING.md)
 #   TORCH_INDEX  an index of torch's CPU builds, where neither pip's own nor PyTorch's is to be used
@@ -14,8 +14,8 @@ MINUTES := 10
 SEED    := $(shell date +%s)
 TORCH   := auto
 
-USABLE  := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
-PYTHON   = $(firstword $(foreach p,python3 python3.12 python3.11,$(shell $p -c '$(USABLE)' 2>&- && echo $p)))
+USABLE  := import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+PYTHON   = $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $p -c '$(USABLE)' 2>&- && echo $p)))
 INSTALL  = $(BIN)/python deploy/install.py --torch $(TORCH) --torch-index "$(TORCH_INDEX)"
 
 export PYTHONPATH := $(CURDIR)
@@ -75,7 +75,7 @@ clean:  ## remove the virtual environment and every cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/pip:
-	@test -n "$(PYTHON)" || { echo "Baton needs Python 3.11 or 3.12 with venv; name one: make PYTHON=/path/to/python3"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Baton needs Python 3.11, 3.12 or 3.13 with venv; name one: make PYTHON=/path/to/python3"; exit 1; }
 	@echo "Creating .venv with $(PYTHON)"
 	@$(PYTHON) -m venv .venv
 
