@@ -38,6 +38,9 @@ class TextConfig(CheckedSettings):
     chat_template: str = setting("", "File with a Jinja template of conversations, instead of the model's own.")
     tool_parser: ToolParser = setting("auto", "Format of tool calls; auto: as the chat template has it.")
     reasoning_parser: ReasoningParser = setting("auto", "Marks of reasoning; auto: the chat template's.")
+    sampling: str = setting(
+        "", "Sampling of requests that do not name it, over the model's own: temperature=0.7,top_p=0.95."
+    )
     disable_any_whitespace: bool = setting(False, "JSON answers bound to a schema have no white space.")
     pooling: Literal["last", "mean"] = setting("last", "Vector of a prompt: the last hidden state, or the mean of all.")
     split_special_tokens: bool = setting(

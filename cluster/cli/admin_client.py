@@ -26,10 +26,11 @@ AdminKey = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """`max_model_len` is None if the server does not report it."""
+    """`max_model_len` and `default_sampling` are None if the server does not report them."""
 
     name: str
     max_model_len: int | None = None
+    default_sampling: Mapping[str, float] | None = None
 
 
 def root_of(url: str) -> str:
@@ -95,7 +96,12 @@ def find_model(client: httpx.Client, name: str = "") -> ServedModel:
         there = ", ".join(one["id"] for one in listed) or "none"
         raise NotFound(f"--model {name}: {client.base_url} does not serve it; there is {there}", param="model")
     longest = found.get("max_model_len")
-    return ServedModel(name=found["id"], max_model_len=longest if isinstance(longest, int) else None)
+    sampling = found.get("default_sampling")
+    return ServedModel(
+        name=found["id"],
+        max_model_len=longest if isinstance(longest, int) else None,
+        default_sampling=sampling if isinstance(sampling, dict) else None,
+    )
 
 
 def raise_for_error(response: httpx.Response) -> None:

@@ -34,6 +34,8 @@ RESERVED_SHARE = 1 / 4
 BYTES_PER_TOKEN = 3
 MESSAGE_TOKENS = 8
 """Estimated tokens that a chat template adds to a message."""
+CHAT_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""llama.cpp's, for a model without defaults of its own: at OpenAI's, which cut no tail, small models ramble."""
 _TIMEOUT = httpx.Timeout(10.0, read=600.0)
 
 
@@ -42,7 +44,7 @@ def chat(
     url: GatewayUrl = DEFAULT_URL,
     model: Annotated[str, typer.Option(help="A served model. Default: the first one.")] = "",
     system: Annotated[str, typer.Option(metavar="TEXT", help="System message at the start of the conversation.")] = "",
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's own.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's own, else 0.8.")] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the likeliest tokens that have this share of the probability.")
     ] = None,
@@ -55,6 +57,8 @@ def chat(
     sampling = {name: value for name, value in given.items() if value is not None}
     with open_client(url, api_key) as client:
         served = find_model(client, model)
+        if served.default_sampling == {}:
+            sampling = CHAT_SAMPLING | sampling
         terminal = Terminal(Conversation(system, served.max_model_len), Asker(client, served, sampling), Console())
         if not (terminal.answer(message) if message.strip() else terminal.run(sys.stdin)):
             raise typer.Exit(1)

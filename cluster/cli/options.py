@@ -61,7 +61,8 @@ POOLS = (
 )  # fmt: skip
 GATEWAY = (
     "host", "port", "grpc_port", "processes", "index", "router.policy", "router.shadow_policy",
-    "router.text.chat_template", "router.text.tool_parser", "router.text.reasoning_parser", "router.http.access_log",
+    "router.text.chat_template", "router.text.tool_parser", "router.text.reasoning_parser",
+    "router.text.sampling", "router.http.access_log",
 )  # fmt: skip
 PLANNER = ("planner.autoscale", "router.ttft_ms", "router.tpot_ms")
 Verb = Callable[..., Any]

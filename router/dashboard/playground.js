@@ -8,6 +8,8 @@ const Playground = (() => {
     ["max_tokens", "Max tokens", { min: 1, step: 1, placeholder: "what fits" }],
     ["seed", "Seed", { step: 1, placeholder: "drawn" }],
   ];
+  const CHAT_SAMPLING = { temperature: 0.8, top_k: 40, top_p: 0.95, min_p: 0.05 };  // as `baton chat` has it
+  const plain = new Set();  // models without defaults of their own
   let number = 0;
 
   const labelled = (text, control) => {
@@ -142,6 +144,7 @@ const Playground = (() => {
     // The request's body for what somebody has typed.
     body({ text, system, tools, schema, wantsOdds }) {
       const given = { model: this.modelName, stream: true, stream_options: { include_usage: true, include_prefill_progress: true } };
+      if (plain.has(given.model)) Object.assign(given, CHAT_SAMPLING);
       for (const [name] of SETTINGS) if (this.fields[name].value !== "") given[name] = Number(this.fields[name].value);
       if (!this.options.hasChat) return { ...given, prompt: text, ...(wantsOdds ? { logprobs: NUM_TOP } : {}) };
       if (system && !this.messages.length) this.messages.push({ role: "system", content: system });
@@ -221,6 +224,7 @@ const Playground = (() => {
   async function modelNames(headers) {
     const response = await fetch("v1/models", { headers, credentials: "omit" }).catch(() => null);
     const { data } = response?.ok ? await response.json() : { data: [] };
+    for (const one of data) if (!Object.keys(one.default_sampling ?? { unknown: 0 }).length) plain.add(one.id);
     return data.filter((one) => one.id === one.root || one.parent).map((one) => one.id);
   }
 
@@ -293,6 +297,7 @@ const Playground = (() => {
         if (key.value) sessionStorage.setItem(KEY, key.value.trim());
         controller = new AbortController();
         [send.disabled, stop.hidden] = [true, false];
+        await modelNames(headers());  // for `plain`
         const answered = await Promise.all(used.map((one) => one.send(asked, headers(), controller.signal)));
         if (options.hasChat && answered.some((one) => one)) text.value = "";
       } catch (error) {

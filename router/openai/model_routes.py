@@ -39,8 +39,8 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
     return {
         "id": name, "object": "model", "created": card.created, "owned_by": "baton", "root": card.parent or card.name,
         "parent": card.parent, "max_model_len": card.max_model_len, "weights": stored_as(gateway),
-        "hub": card.hub or None, "type": "model", "display_name": name, "lifecycle": "active",
-        "max_input_tokens": card.max_model_len,
+        "hub": card.hub or None, "default_sampling": card.default_sampling, "type": "model", "display_name": name,
+        "lifecycle": "active", "max_input_tokens": card.max_model_len,
         "created_at": datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z"),
     }  # fmt: skip
 

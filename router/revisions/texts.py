@@ -46,7 +46,7 @@ def open_texts(config: RouterConfig, *, model: Path | None = None, max_model_len
     reasoning = _reasoning(config.text.reasoning_parser, template, tokenizer)
     tool_format = _tool_format(config.text.tool_parser, template, reasoning)
     return ModelTexts(
-        card=ModelCard.load(files, config.model_name, max_model_len=max_model_len),
+        card=ModelCard.load(files, config.model_name, max_model_len=max_model_len, sampling=config.text.sampling),
         tokenizer=tokenizer,
         template=template,
         tool_format=tool_format,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from protos.errors import BadCheckpoint
+from protos.errors import BadCheckpoint, Misconfigured
 from protos.model_files.digests import read_digests
 from protos.model_files.ends import end_ids
 from protos.model_files.fields import Fields
@@ -22,7 +22,7 @@ class ModelCard:
     Of a LoRA adapter of the model `adapter` is its id, and `parent` the model's name. `revision` names model and
     settings after a roll, "" before the first.
 
-    `temperature` to `repetition_penalty` are the defaults of requests (generation_config.json). `fingerprint` is of the
+    `temperature` to `repetition_penalty` are the defaults of requests. `fingerprint` is of the
     model's files, and so are `digests`. `vector_size`: numbers in an embedding, 0 if config.json does not tell.
     `hub`: of a model in the cache of the Hugging Face hub, its repository and commit.
     `family` is config.json's `model_type`, `num_bytes` the size of the files with weights, 0 where they are not here.
@@ -49,10 +49,11 @@ class ModelCard:
     hub: str = ""
 
     @classmethod
-    def load(cls, files: ModelFiles, name: str, *, max_model_len: int | None = None) -> ModelCard:
-        """Reads config.json and generation_config.json; `max_model_len` shortens the model's own limit.
+    def load(cls, files: ModelFiles, name: str, *, max_model_len: int | None = None, sampling: str = "") -> ModelCard:
+        """Reads config.json and generation_config.json; `max_model_len` shortens the model's own limit, `sampling`
+        (`router.text.sampling`) stands before generation_config.json.
 
-        Raises BadCheckpoint if config.json lacks a field that the router needs.
+        Raises BadCheckpoint if config.json lacks a field that the router needs, Misconfigured for a bad `sampling`.
         """
         config, generation = files.json("config.json") or {}, files.json("generation_config.json") or {}
         longest, vocab_size = config.get("max_position_embeddings"), config.get("vocab_size")
@@ -60,12 +61,12 @@ class ModelCard:
             raise BadCheckpoint(
                 f"{files.where('config.json')} must give max_position_embeddings and vocab_size as integers"
             )
-        given = {key: generation[key] for key in _DEFAULTS if generation.get(key) is not None}
-        for key, value in given.items():
-            (low, high), kinds = RANGES[key], int if key == "top_k" else int | float
-            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        defaults = {key: generation[key] for key in _DEFAULTS if generation.get(key) is not None}
+        for key, value in defaults.items():
+            if not _is_allowed(key, value):
                 where = files.where("generation_config.json")
                 raise BadCheckpoint(f"{where}: {key!r} is {value!r}: it must be a number {allowed(key)}", param=key)
+        defaults |= _sampling_of(sampling)
         return cls(
             name=name,
             max_model_len=max_model_len or longest,
@@ -78,7 +79,7 @@ class ModelCard:
             family=str(config.get("model_type", "")),
             num_bytes=sum(file.stat().st_size for file in files.weight_files()),
             vector_size=size if isinstance(size := config.get("hidden_size"), int) else 0,
-            **given,
+            **defaults,
         )
 
     def of_adapter(self, name: str, adapter_id: str) -> ModelCard:
@@ -90,5 +91,32 @@ class ModelCard:
         """OpenAI's `system_fingerprint`: changes with the model's files, and with how workers keep weights and KV."""
         return f"fp_{blake2b(f'{self.fingerprint}{self.hub} {stored_as}'.encode(), digest_size=6).hexdigest()}"
 
+    @property
+    def default_sampling(self) -> dict[str, float]:
+        """The defaults that differ from OpenAI's."""
+        return {key: getattr(self, key) for key, openai in _DEFAULTS.items() if getattr(self, key) != openai}
 
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def _is_allowed(key: str, value: object) -> bool:
+    low, high = RANGES[key]
+    kinds = int if key == "top_k" else int | float
+    return not isinstance(value, bool) and isinstance(value, kinds) and low <= value <= high
+
+
+def _sampling_of(text: str) -> dict[str, float]:
+    """Raises Misconfigured."""
+    sampling: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = (word.strip() for word in part.partition("="))
+        if key not in _DEFAULTS:
+            raise Misconfigured(f"--sampling {text}: {key!r} is none of {', '.join(_DEFAULTS)}", param="sampling")
+        try:
+            sampling[key] = int(value) if key == "top_k" else float(value)
+        except ValueError:
+            sampling[key] = float("nan")
+        if not _is_allowed(key, sampling[key]):
+            raise Misconfigured(f"--sampling {text}: {key} must be a number {allowed(key)}", param="sampling")
+    return sampling

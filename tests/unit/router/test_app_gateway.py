@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from protos.errors import BadCheckpoint
+from protos.errors import BadCheckpoint, Misconfigured
 from protos.model_files.folder import FolderFiles
 from router.gateway import Gateway, open_gateway
 from router.text.bounded_template import BoundedTemplate
@@ -98,6 +98,23 @@ def test_a_folder_in_place_of_a_file_is_named(name: str, tmp_path: Path) -> None
     (tmp_path / name).mkdir()
     with pytest.raises(BadCheckpoint, match=re.escape(str(tmp_path / name))):
         ModelCard.load(FolderFiles(tmp_path), "m")
+
+
+def test_the_servers_sampling_stands_before_the_models(tmp_path: Path) -> None:
+    write(
+        tmp_path, config={"max_position_embeddings": 64, "vocab_size": 10}, generation_config={"top_p": 0.5, "top_k": 7}
+    )
+    card = ModelCard.load(FolderFiles(tmp_path), "m", sampling="temperature=0.7, top_p=0.95")
+    assert card.default_sampling == {"temperature": 0.7, "top_p": 0.95, "top_k": 7}
+    assert ModelCard.load(FolderFiles(tmp_path), "m", sampling="top_p=1,top_k=0").default_sampling == {}
+
+
+@pytest.mark.parametrize("sampling", ["heat=1", "temperature", "temperature=3", "top_k=1.5", "top_p=nan"])
+def test_a_sampling_that_no_request_may_have_is_refused(sampling: str, tmp_path: Path) -> None:
+    write(tmp_path, config={"max_position_embeddings": 64, "vocab_size": 10})
+    with pytest.raises(Misconfigured) as refused:
+        ModelCard.load(FolderFiles(tmp_path), "m", sampling=sampling)
+    assert refused.value.param == "sampling"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from cluster.cli.admin_client import ServedModel, open_client
 from cluster.cli.chat_verb import Asker, Conversation, Terminal
 from cluster.cli.main import make_app
+from router.text.model_card import ModelCard
 from tests.unit.router.scripted import Scripted, byte_level, make_gateway, saying, serving
 
 Step = str | dict[str, Any] | BaseException
@@ -235,10 +236,15 @@ async def test_the_command_against_a_gateway() -> None:
 
 
 async def test_a_message_on_the_command_line_is_answered_alone() -> None:
-    async with serving(make_gateway(Scripted(saying("hello world", byte_level())))) as url:
-        arguments = ["chat", "What is\nthis?", "--url", url]
+    """By a model without sampling defaults of its own, as by llama.cpp."""
+    scripted = Scripted(saying("hello world", byte_level()))
+    card = ModelCard(name="m", max_model_len=256, vocab_size=512)
+    async with serving(make_gateway(scripted, card=card)) as url:
+        arguments = ["chat", "What is\nthis?", "--url", url, "--top-p", "0.5"]
         result = await asyncio.to_thread(CliRunner().invoke, make_app(arguments), arguments, input="not asked\n")
     assert (result.exit_code, result.stdout) == (0, "hello world\n")
+    sampling = scripted.jobs[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.8, 40, 0.5, 0.05)
 
 
 def test_nobody_there(unused_tcp_port: int) -> None:
