@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+RANK_BYTES = 200 * 2**20
+"""Least memory of a rank's process without weights: interpreter, torch, gRPC and Ray (240 MiB measured)."""
+
 
 def free_ram_bytes(root: Path = Path("/")) -> int:
     """RAM this process may still take: the kernel's available memory, within the container's limit if it has one."""

@@ -50,6 +50,7 @@ VERBS: dict[str, Verb] = {
     "quantize": Verb(
         "cluster.quantise.quantize_verb", "quantize", "Write a checkpoint's weights with 4 or 8 bits.", SERVE
     ),
+    "models": Verb("cluster.hub.models_verb", "models", "List or remove the models that are cached here.", SERVE),
     "key": Verb("cluster.cli.key_verb", "key", "Make an API key for a tenant.", SERVE),
     "gateway": Verb("cluster.cli.gateway_verb", "gateway", "The router, for workers that run elsewhere.", APART),
     "pools": Verb("cluster.cli.pools_verb", "pools", "Supervised workers, for gateways elsewhere.", APART),

@@ -28,6 +28,7 @@ from cluster.config.settings import read_file, setting
 from cluster.config.several_models import TABLE
 from cluster.discovery.members import DirectAnnouncer
 from cluster.gateway.run import open_faces
+from cluster.hub.cached_models import fitting_models
 from cluster.hub.local_models import with_local_models
 from cluster.planner.planned_fleet import PlannedFleet
 from cluster.process.gc_tuning import collect_rarely
@@ -40,6 +41,7 @@ from cluster.supervision.start_progress import Bars
 from protos.errors import Misconfigured
 from protos.hints import listed
 from router.fleet_owner import DesiredFleet
+from workers.free_memory import free_ram_bytes
 
 if TYPE_CHECKING:
     from cluster.discovery.members import ClusterAnnouncer
@@ -222,6 +224,8 @@ def up(given: options.GivenSettings, path: ModelPath = None, log_format: options
         terminal(log_format)
         _warn_unused(given.file, given.further)
         model = DEMO | given.flags
+        if fitting := " or ".join(f"`baton up {name}`" for name in fitting_models(free_ram_bytes())):
+            log.info("this is the demo model; this machine also has room for %s", fitting)
     _serve(given, given.configs(**model), log_format)
 
 

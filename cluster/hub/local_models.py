@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from protos.errors import Misconfigured
 from protos.model_files.hub_name import HubName
 from workers.adapters.names import parse_adapters
 from workers.speculation.registry import SpeculateMode
+from workers.worker_config import WorkerConfig
 
 
 def with_local_models(config: ClusterConfig) -> ClusterConfig:
@@ -26,12 +28,21 @@ def with_local_models(config: ClusterConfig) -> ClusterConfig:
             "that all of them have, or allow it with --set ray.downloads=true",
             param="ray.downloads",
         )
-    model = local_model(config.worker.model)
-    paths = {name: local_model(path, "worker.adapters") for name, path in adapters.items()}
-    worker = replace(
-        config.worker,
-        model=model,
+    worker = _located(config.worker, local_model)
+    return replace(config, worker=worker, router=replace(config.router, model_path=Path(worker.model)))
+
+
+def with_cached_models(worker: WorkerConfig) -> WorkerConfig:
+    """The same commits, in the cache of this machine, as the paths in the cache of the supervisor's machine."""
+    return _located(worker, lambda path, setting: local_model(str(HubName.of_cached(path) or path), setting))
+
+
+def _located(worker: WorkerConfig, locate: Callable[[str, str], str]) -> WorkerConfig:
+    mode = SpeculateMode.of(worker.speculate)
+    paths = {name: locate(path, "worker.adapters") for name, path in parse_adapters(worker.adapters).items()}
+    return replace(
+        worker,
+        model=locate(worker.model, "model"),
         adapters=", ".join(f"{name}={path}" for name, path in paths.items()),
-        speculate=f"{mode.kind}:{local_model(mode.path, 'worker.speculate')}" if mode.path else mode.kind,
+        speculate=f"{mode.kind}:{locate(mode.path, 'worker.speculate')}" if mode.path else mode.kind,
     )
-    return replace(config, worker=worker, router=replace(config.router, model_path=Path(model)))

@@ -223,6 +223,7 @@ class RankLauncher:
             peers=config.peers,
             rank_id=rank_id,
             grace_s=config.supervision.grace_s,
+            downloads=config.ray.downloads,
         )
 
 

@@ -15,7 +15,7 @@ from router.auth.tenants import read_roster
 from router.ledger.prices import NO_PRICES, read_prices
 from workers.adapters.adapter_files import check_folder
 from workers.adapters.names import parse_adapters
-from workers.free_memory import free_ram_bytes
+from workers.free_memory import RANK_BYTES, free_ram_bytes
 from workers.kv.kinds import layout_of
 from workers.models.interface import ServedConfig
 from workers.models.model_config import longest_sequence, weight_bytes
@@ -25,8 +25,6 @@ from workers.weights.registry import stored_tensors
 
 log = logging.getLogger("baton.cluster")
 
-RANK_BYTES = 200 * 2**20
-"""Least memory of a rank's process without weights: interpreter, torch, gRPC and Ray (240 MiB measured)."""
 _GIB = 2**30
 _GPUS = Path("/dev")
 

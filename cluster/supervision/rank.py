@@ -48,6 +48,7 @@ class RankSpec:
     port: int = 0
     peers: PeerTls = field(default_factory=PeerTls)
     grace_s: float = 0.0
+    downloads: bool = False  # models that are in the supervisor's cache of the hub
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +227,11 @@ def _has_gpu_driver() -> bool:
 
 def _open_worker(orders: RankSpec, on_progress: Progress) -> WorkerParts:
     """Imports the pool, and torch with it, and reads the model. Takes seconds, on a thread."""
+    if orders.downloads:
+        from cluster.hub.local_models import with_cached_models
+
+        orders = replace(orders, worker=with_cached_models(orders.worker))
+    os.environ["HF_HUB_OFFLINE"] = "1"  # nothing else is to ask the hub
     parts = _open_in_role(orders, on_progress)
     return parts if orders.role is WorkerRole.COLOCATED else replace(parts, roles=_roles(orders, parts))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,34 +13,21 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from cluster.config.cluster_config import ClusterConfig, RayConfig
 from cluster.hub.download import cache_folder, local_model
+from cluster.hub.local_models import with_cached_models, with_local_models
 from protos.errors import BadCheckpoint, BatonError, Misconfigured, Unavailable
 from protos.model_files.hub_name import HubName
-from tests.unit.cluster.hub.fake_hub import FakeHub, serving
+from router.router_config import RouterConfig
+from tests.unit.cluster.hub.conftest import CHUNK
+from tests.unit.cluster.hub.fake_hub import FakeHub
+from workers.worker_config import WorkerConfig
 
 WEIGHTS = random.Random(0).randbytes(300_000)
-CHUNK = 1000
 TINY = {
     "config.json": b"{}", "tokenizer.json": b"{} ", "model.safetensors": WEIGHTS, "pytorch_model.bin": b"pickle",
     "consolidated.safetensors": WEIGHTS + b"1", "original/params.json": b"[]", "README.md": b"#",
 }  # fmt: skip
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    fake = FakeHub()
-    with serving(fake):
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", fake.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", fake.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", CHUNK)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda _: None))
-        monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda _: None))
-        monkeypatch.chdir(tmp_path)
-        yield fake
 
 
 def blobs(repository: str) -> Path:
@@ -198,3 +185,31 @@ def test_a_path_stays_a_path(hub: FakeHub, tmp_path: Path) -> None:
     for path in ("acme/tiny", "./acme/none", "/acme/none", "acme", "a/b/c", "acme/tiny.gguf", "s3://acme/tiny"):
         assert local_model(path) == path
     assert not hub.requests
+
+
+def test_another_machine_caches_the_commit_of_the_supervisor(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("acme/tiny", "acme/lora"):
+        hub.add(name, TINY)
+    worker = WorkerConfig(model="acme/tiny", adapters="sql=acme/lora", speculate="model:acme/tiny")
+    config = ClusterConfig(worker=worker, router=RouterConfig(model_path=Path("acme/tiny"), model_name="tiny"))
+    supervised = with_local_models(config)
+    assert supervised.router.model_path == Path(supervised.worker.model)
+    hub.add("acme/tiny", {**TINY, "config.json": b"[]"})
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "other"))
+    here = with_cached_models(supervised.worker)
+    for path in (here.model, here.adapters.removeprefix("sql="), here.speculate.removeprefix("model:")):
+        assert (tmp_path / "other") in Path(path).parents
+        assert Path(path, "config.json").read_bytes() == b"{}"
+
+
+def test_an_existing_ray_downloads_only_if_it_may(hub: FakeHub) -> None:
+    hub.add("acme/tiny", TINY)
+    router = RouterConfig(model_path=Path("acme/tiny"), model_name="tiny")
+    config = ClusterConfig(worker=WorkerConfig(model="acme/tiny"), router=router, ray=RayConfig(address="auto"))
+    with pytest.raises(Misconfigured) as raised:
+        with_local_models(config)
+    assert raised.value.param == "ray.downloads"
+    assert not hub.requests
+    assert with_local_models(replace(config, ray=replace(config.ray, downloads=True))).worker.model != "acme/tiny"
