@@ -21,7 +21,7 @@ INSTALL  = $(BIN)/python deploy/install.py --torch $(TORCH) --torch-index "$(TOR
 export PYTHONPATH := $(CURDIR)
 
 help:  ## list the verbs
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 up: $(RUNTIME)  ## start a local cluster with the demo model, or ARGS="--model PATH"; Ctrl-C stops it
 	@exec $(BIN)/baton up $(ARGS)
@@ -33,7 +33,10 @@ check: $(DEV)  ## style, types, import directions, layout: under a minute
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -q tests/test_layout.py tests/deploy/test_observability.py::test_files_are_those_that_the_tables_make
 
-test: $(DEV)  ## the whole test suite: make test ARGS="-k router"
+test: $(DEV)  ## the tests without the slow ones, under nine minutes: make test ARGS="-k router"
+	$(BIN)/pytest --processes=3 -m "not slow" $(ARGS)
+
+test-all: $(DEV)  ## the whole test suite, as CI runs it
 	$(BIN)/pytest --processes=3 $(ARGS)
 
 fuzz: $(DEV)  ## draw new requests and cases for MINUTES (10); each round says its SEED, the first failure ends them
@@ -87,4 +90,4 @@ $(DEV): pyproject.toml constraints.txt constraints-cuda.txt | $(BIN)/pip
 	@$(INSTALL) --extra dev
 	@touch $(RUNTIME) $@
 
-.PHONY: help up check test fuzz sdks hosts image dist gpu bench format protos clean
+.PHONY: help up check test test-all fuzz sdks hosts image dist gpu bench format protos clean
