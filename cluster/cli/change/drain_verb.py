@@ -55,13 +55,13 @@ def drain(
 
 def _drain_here(timeout_s: float, show: Callable[[str], None]) -> None:
     """Signals rank 0 of every worker of this machine. Raises DeadlineExceeded."""
-    leaving, deadline = dict(_leaders()), time.monotonic() + timeout_s
+    leaving, deadline = [*_leaders()], time.monotonic() + timeout_s  # those of two clusters have the same names
     if not leaving:
         show("no worker is here")
-    for pid in leaving.values():
+    for _, pid in leaving:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    for worker_id, pid in leaving.items():
+    for worker_id, pid in leaving:
         while not has_ended(pid):
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"after {timeout_s:g} s: {worker_id} drains on, in process {pid}")

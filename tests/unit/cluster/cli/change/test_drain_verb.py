@@ -100,17 +100,19 @@ async def test_a_worker_that_is_not_there_is_named() -> None:
 async def test_every_worker_of_this_machine_is_drained_without_a_gateway_or_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pod had the administrator's key for this."""
-    pid = start_process(tmp_path, "decode-0.7.0", os.environ, lock="", contact_s=0.0)
+    """Workers of two clusters may have the same name."""
+    folders = tmp_path / "one", tmp_path / "other"
+    for folder in folders:
+        folder.mkdir()
+    pids = [start_process(folder, "decode-0.7.0", os.environ, lock="", contact_s=0.0) for folder in folders]
     follower = start_process(tmp_path, "decode-0.7.1", os.environ, lock="", contact_s=0.0)
-    leaders = dict(verb._leaders())
-    assert leaders["decode-0"] == pid
-    assert follower not in leaders.values()
-    monkeypatch.setattr(verb, "_leaders", lambda: {"decode-0": pid}.items())  # others run on this machine, too
+    leaders = [pair for pair in verb._leaders() if pair[1] in (*pids, follower)]  # others run on this machine, too
+    assert sorted(leaders) == sorted(("decode-0", pid) for pid in pids)
+    monkeypatch.setattr(verb, "_leaders", lambda: leaders)
     result = await asyncio.to_thread(CliRunner().invoke, make_app(["drain"]), ["drain", "--here", "--timeout", "60"])
     assert result.exit_code == 0, result.output
     assert "decode-0 has left" in result.stdout.splitlines()
-    assert has_ended(pid)
+    assert all(map(has_ended, pids))
     assert not has_ended(follower), "it ends with its rank 0"
     end_process(tmp_path, "decode-0.7.1", follower)
 
