@@ -40,7 +40,7 @@ def flags_of_this_processor() -> set[str]:
     return {flag for line in lines if line.startswith("flags") for flag in line.split()}
 
 
-@pytest.fixture(scope="module", params=list(MACHINES)[:-1])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in [*MACHINES][:-1]])
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     flags = flags_of_this_processor()
     better = list(MACHINES)[list(MACHINES).index(request.param) + 1 :]
@@ -50,7 +50,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with pytest.MonkeyPatch.context() as environment:
         if request.param == "x86-64":
             environment.setenv("CXX", str(less_optimising_compiler(folder)))
-        return ctypes.CDLL(str(compile_library(folder, machine=request.param)))
+        return ctypes.CDLL(str(compile_library(folder, machine=request.param, timeout_s=600.0)))
 
 
 def less_optimising_compiler(folder: Path) -> Path:
