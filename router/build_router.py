@@ -20,11 +20,11 @@ from router.dispatch.dispatcher import Dispatcher
 from router.fleet.channels import OpenChannel, open_channel
 from router.fleet.fleet import Fleet
 from router.jobs import Job, TokenDelta
-from router.policies.decision import Policy
-from router.policies.registry import policy_of
 from router.prefix.feed import Feed
 from router.router_config import RouterConfig
 from router.router_metrics import Scraped, admission_metrics, dispatch_metrics, fleet_metrics, prediction_metrics
+from router.routing.decision import Policy
+from router.routing.registry import policy_of
 from router.traces.request_trace import RequestTraces
 
 

@@ -19,7 +19,7 @@ from router.dispatch.prefix_pull import PrefixPulls
 from router.fleet.fleet import Fleet
 from router.fleet.member import WorkerState, WorkerStatus
 from router.fleet.pool_totals import COUNTERS, LANE_LABELS, LoadNumbers, lane_number, number
-from router.latency.predictor import Predictor
+from router.routing.predictor import Predictor
 from router.traces.shadow import ShadowPolicy
 
 POOL_COUNTERS = (

@@ -26,13 +26,13 @@ from kvtransfer.events import EventLog
 from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.values import BlockStored, WorkerRole
-from router.policies.candidate_columns import Candidate, CandidateTable
-from router.policies.decision import RequestView
-from router.policies.registry import policy_of
 from router.prefix.feed import Feed
 from router.prefix.redis_index import RedisFeed
 from router.prefix.registry import MEMORY, open_feed
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import Candidate, CandidateTable
+from router.routing.decision import RequestView
+from router.routing.registry import policy_of
 from workers.kv.block_pool import BlockPool
 
 BLOCK_SIZE = 16

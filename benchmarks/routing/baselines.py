@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 
-from router.policies.basic import load
-from router.policies.candidate_columns import CandidateTable
-from router.policies.decision import Decision, Policy, RequestView
-from router.policies.pair import ShortRemainder, pair
-from router.policies.request_seconds import num_uncached
-from router.policies.scores import PoolScores, pool_scores
 from router.router_config import RouterConfig
+from router.routing.basic import load
+from router.routing.candidate_columns import CandidateTable
+from router.routing.decision import Decision, Policy, RequestView
+from router.routing.pair import ShortRemainder, pair
+from router.routing.request_seconds import num_uncached
+from router.routing.scores import PoolScores, pool_scores
 
 MATCH = 0.5  # share of the prompt, as in SGLang's cache-aware router (its cache_threshold)
 

@@ -21,13 +21,13 @@ from benchmarks.output import JsonFile, write_figures
 from protos.values import WorkerLoad, WorkerRole
 from router.fleet.candidate_table import FleetTable
 from router.fleet.member import Member, WorkerState
-from router.latency.predictor import Predictor
-from router.policies.decision import RequestView
-from router.policies.pair import kept_candidates
-from router.policies.registry import policy_of
-from router.policies.request_seconds import estimate
 from router.prefix.index import Match
 from router.router_config import RouterConfig
+from router.routing.decision import RequestView
+from router.routing.pair import kept_candidates
+from router.routing.predictor import Predictor
+from router.routing.registry import policy_of
+from router.routing.request_seconds import estimate
 
 BLOCK_SIZE = 64
 

@@ -35,7 +35,7 @@ from cluster.simulate.world.simulated_load import (
     generated,
     recorded,
 )
-from router.policies.registry import NAMES
+from router.routing.registry import NAMES
 
 SPEEDS = (0.5, 1.0, 2.0, 4.0, 7.0)
 OURS = "slo"

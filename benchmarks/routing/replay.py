@@ -21,12 +21,12 @@ from cluster.bench.bench_load import PrefixSpan
 from cluster.simulate.world.simulated_load import UserSession
 from kvtransfer.events import EventLog
 from protos.values import BlockHash, WorkerLoad, WorkerRole
-from router.latency.predictor import Predictor
-from router.policies.candidate_columns import Candidate, CandidateTable, WorkerSet
-from router.policies.decision import Policy, RequestView
-from router.policies.request_seconds import estimate
 from router.prefix.feed import Feed
 from router.prefix.index import PrefixIndex
+from router.routing.candidate_columns import Candidate, CandidateTable, WorkerSet
+from router.routing.decision import Policy, RequestView
+from router.routing.predictor import Predictor
+from router.routing.request_seconds import estimate
 from workers.kv.block_pool import BlockPool
 
 ROLE = WorkerRole.COLOCATED

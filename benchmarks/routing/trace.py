@@ -24,9 +24,9 @@ from benchmarks.routing.baselines import BASELINES
 from benchmarks.routing.replay import Replay, ReplayedRequest, TraceRequest, WorkerSpeed, asked_of, read_trace
 from cluster.bench.bench_load import Lengths
 from cluster.simulate.world.simulated_load import GENERATED, GeneratedLoad, generated
-from router.policies.registry import NAMES, policy_of
 from router.prefix.registry import local_index
 from router.router_config import RouterConfig
+from router.routing.registry import NAMES, policy_of
 
 BLOCK_SIZE = 512  # tokens of a block in Mooncake's traces
 IDEAL = "ideal: one worker, all the cache"

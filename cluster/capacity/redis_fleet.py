@@ -31,9 +31,16 @@ from cluster.supervision.living import LivingFleet
 from protos.errors import BatonError, Internal, Unavailable
 from protos.values import ErrorInfo
 from protos.wire import error_info, raised
-from router.fleet_owner import CapacityOwner, FleetChange, FleetOrder, FleetReport
+from router.fleet_owner import (
+    CapacityNews,
+    CapacityOwner,
+    FleetChange,
+    FleetOrder,
+    FleetReport,
+    GatewaySight,
+    SeenSight,
+)
 from router.log_throttle import OutageLog
-from router.planning import CapacityNews, GatewaySight, SeenSight
 from router.prefix.redis_url import TROUBLES, raise_if_cancelled
 
 log = logging.getLogger("baton.discovery")

@@ -19,7 +19,7 @@ from cluster.process.logs import LogFormat
 from protos.errors import Misconfigured
 from protos.model_files.hub_name import HubName
 from protos.setting import number
-from router.policies.registry import check_names
+from router.routing.registry import check_names
 from workers.adapters.names import parse_adapters
 
 ConfigFile = Annotated[

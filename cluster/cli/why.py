@@ -15,7 +15,7 @@ from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json
 from cluster.cli.change.decisions import capacity_view
 from cluster.cli.terminal_tables import Sheet, show
 from protos.errors import Misconfigured
-from router.policies.decision import cost_figure, shown_unit
+from router.routing.decision import cost_figure, shown_unit
 
 RECENT = 20
 

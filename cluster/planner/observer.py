@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from cluster.planner.planner_values import FleetObjective, Observation, PoolObservation
 from cluster.planner.queueing import mean
 from protos.values import WorkerRole
-from router.latency.fits import LinearFit
-from router.latency.predictor import STEP
-from router.planning import GatewaySight, RequestSample, WorkerSight
+from router.fleet_owner import GatewaySight, RequestSample, WorkerSight
+from router.routing.fits import LinearFit
+from router.routing.predictor import STEP
 
 NUM_QUANTILES = 20
 _SERVING, _LEAVING = "ready", "draining"

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cluster.planner.planner import KeptLoad, Planner, PlannerSettings, SightsNow
-from router.fleet_owner import FleetChange, FleetOrder, FleetOwner, FleetReport
-from router.planning import CapacityNews, GatewaySight, SeenSight
+from router.fleet_owner import CapacityNews, FleetChange, FleetOrder, FleetOwner, FleetReport, GatewaySight, SeenSight
 
 ADVICE_WINDOW_S = 60.0
 """Seconds of requests that gateways report, without a planner, while `baton plan` looks at them."""

@@ -23,8 +23,18 @@ from cluster.planner.planner_values import (
 )
 from protos.errors import BatonError, InvalidRequest
 from protos.values import WorkerRole
-from router.fleet_owner import ChangeState, FleetChange, FleetOrder, FleetOwner, FleetReport, OrderKind
-from router.planning import CapacityDecision, GatewaySight, PlannerReport, WeighedCounts
+from router.fleet_owner import (
+    CapacityDecision,
+    ChangeState,
+    FleetChange,
+    FleetOrder,
+    FleetOwner,
+    FleetReport,
+    GatewaySight,
+    OrderKind,
+    PlannerReport,
+    WeighedCounts,
+)
 
 log = logging.getLogger("baton.cluster")
 

@@ -32,9 +32,9 @@ from router.admission.retry_queue import LEAST_MEASURED_S, Returning
 from router.admission.time_and_room import Overrun, Room, is_idle, least_ttft_s, predicted_ttft_s, prefill_speed
 from router.admission.turnover import Turnover
 from router.jobs import Generate, Job, TokenDelta
-from router.policies.candidate_columns import CandidateTable
 from router.prefix.index import Match
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import CandidateTable
 
 LEAST_RETRY_S = 0.1
 SURE = 0.8  # share of the time left: the rate may fall a little

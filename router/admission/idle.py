@@ -30,8 +30,8 @@ import numpy as np
 
 from protos.event_loop import loop_time
 from router.jobs import BATCH_PRIORITY, Generate, Job, TokenDelta
-from router.policies.candidate_columns import Bools, CandidateTable, Floats
 from router.prefix.index import NO_MATCH, Match
+from router.routing.candidate_columns import Bools, CandidateTable, Floats
 
 PREFILL_SHARE = 0.1
 """Share of the objective for a first token: a prefill worker with so much work has no room."""

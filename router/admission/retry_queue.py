@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from router.admission.fair_queue import Entry, FairQueue
-from router.latency.decayed import Decayed
+from router.routing.fits import Decayed
 
 HALF_LIFE_S = 3.0
 CALM_S = 10.0  # seconds without a refusal after which the rate is measured again, because the fleet was not busy

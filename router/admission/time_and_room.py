@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from protos.values import WorkerRole
-from router.latency.decayed import Decayed
-from router.policies.candidate_columns import FEW, CandidateTable, Floats, LoadRow
-from router.policies.request_seconds import load_s
+from router.routing.candidate_columns import FEW, CandidateTable, Floats, LoadRow
+from router.routing.fits import Decayed
+from router.routing.request_seconds import load_s
 
 HALF_LIFE_S = 3.0
 _ATTACK = 0.3

@@ -16,8 +16,7 @@ from protos.errors import BatonError
 from protos.event_loop import loop_time
 from router.build_router import Router
 from router.capacity.samples import RequestSamples, sample_of, sight_of
-from router.fleet_owner import CapacityOwner, NoFleetOwner
-from router.planning import CapacityNews, GatewaySight
+from router.fleet_owner import CapacityNews, CapacityOwner, GatewaySight, NoFleetOwner
 
 log = logging.getLogger("baton.router")
 

@@ -21,8 +21,8 @@ from enum import StrEnum
 
 from protos.errors import BatonError
 from router.jobs import Generate, Job, JobClient, TokenDelta
-from router.policies.candidate_columns import CandidateTable
-from router.policies.decision import Decision, Policy, RequestView
+from router.routing.candidate_columns import CandidateTable
+from router.routing.decision import Decision, Policy, RequestView
 
 log = logging.getLogger("baton.router")
 

@@ -17,13 +17,12 @@ from protos.values import KVEvent
 from router.dispatch.job_state import JobState
 from router.fleet.fleet import Fleet
 from router.jobs import BATCH_PRIORITY, Job
-from router.policies.candidate_columns import CandidateTable
-from router.policies.decision import Decision, Policy, RequestView
-from router.policies.pair import kept_candidates
-from router.policies.policy_limits import avoiding
-from router.policies.registry import check_names, policy_of, shadow_names
-from router.policies.request_seconds import estimate, handed_bytes
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import CandidateTable
+from router.routing.decision import Decision, Policy, RequestView, avoiding
+from router.routing.pair import kept_candidates
+from router.routing.registry import check_names, policy_of, shadow_names
+from router.routing.request_seconds import estimate, handed_bytes
 from router.traces.cache_misses import EvictionLog
 from router.traces.request_trace import DecisionRecord, RequestTrace, RequestTraces
 from router.traces.shadow import ShadowPolicy

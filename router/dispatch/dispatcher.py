@@ -46,10 +46,10 @@ from router.fleet.fleet import Fleet
 from router.fleet.member import Member
 from router.fleet.worker_client import Updates
 from router.jobs import Job, TokenDelta
-from router.policies.candidate_columns import CandidateTable
-from router.policies.decision import Decision, Policy
 from router.prefix.index import NO_MATCH
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import CandidateTable
+from router.routing.decision import Decision, Policy
 from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")

@@ -20,8 +20,8 @@ from protos.values import ShareRequest, Ticket, WorkerLoad
 from router.dispatch.job_state import JobState, Reservations
 from router.fleet.fleet import Fleet
 from router.fleet.member import Member
-from router.policies.candidate_columns import Candidate, CandidateTable
-from router.policies.request_seconds import load_s
+from router.routing.candidate_columns import Candidate, CandidateTable
+from router.routing.request_seconds import load_s
 from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")

@@ -13,9 +13,8 @@ import numpy as np
 
 from protos.values import WorkerRole
 from router.fleet.member import Member
-from router.latency.predictor import UNOBSERVED, Predictor
-from router.latency.worker_features import WorkerFeatures
-from router.policies.candidate_columns import (
+from router.prefix.index import Match
+from router.routing.candidate_columns import (
     LOAD_ROWS,
     NUM_ROWS,
     ROWS,
@@ -24,7 +23,7 @@ from router.policies.candidate_columns import (
     WorkerSubset,
     columns_of,
 )
-from router.prefix.index import Match
+from router.routing.predictor import UNOBSERVED, Predictor, WorkerFeatures
 
 
 class FleetTable:

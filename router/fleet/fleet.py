@@ -22,18 +22,18 @@ from protos.wire import PROTOBUF, ChannelEncoding
 from router.fleet.candidate_table import FleetTable
 from router.fleet.channels import OpenChannel, open_channel
 from router.fleet.fleet_adapters import FleetAdapters
+from router.fleet.fleet_revisions import FleetRevisions, RevisedWorker, check_joins
 from router.fleet.member import Member, WorkerState, WorkerStatus
 from router.fleet.pool_totals import LoadCounts, LoadTotals, PoolTotals
 from router.fleet.sleep import FleetSleep
 from router.fleet.successors import Successor, Successors
 from router.fleet.worker_client import WorkerClient
 from router.jobs import AdapterReport, Job
-from router.latency.predictor import Predictor
-from router.policies.candidate_columns import CandidateTable
 from router.prefix.feed import Feed
 from router.prefix.index import Match
-from router.revisions.fleet_revisions import FleetRevisions, RevisedWorker, check_joins
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import CandidateTable
+from router.routing.predictor import Predictor
 
 log = logging.getLogger("baton.router")
 

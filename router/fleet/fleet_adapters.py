@@ -17,7 +17,7 @@ from typing import Protocol
 from protos.errors import BatonError, InvalidRequest, Misconfigured, NotFound, NoWorkers
 from protos.values import Adapter, WorkerInfo
 from router.jobs import AdapterReport
-from router.policies.candidate_columns import WorkerSet
+from router.routing.candidate_columns import WorkerSet
 
 log = logging.getLogger("baton.router")
 

@@ -28,7 +28,7 @@ from protos.values import (
 )
 from router.fleet.circuit_breaker import CircuitBreaker
 from router.fleet.worker_client import Updates, WorkerClient
-from router.policies.candidate_columns import LoadRow
+from router.routing.candidate_columns import LoadRow
 
 SUCCEEDED = "its successor is due"
 SUCCESSOR_S = 600.0  # the time that `baton drain` waits: loading large weights takes minutes

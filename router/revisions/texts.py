@@ -11,7 +11,7 @@ from pathlib import Path
 from protos.errors import BatonError, IncompatibleWorkers, Misconfigured
 from protos.model_files.opening import open_model
 from protos.values import WorkerInfo
-from router.revisions.fleet_revisions import FleetRevisions
+from router.fleet.fleet_revisions import FleetRevisions
 from router.router_config import RouterConfig
 from router.text.chat_template import ChatTemplate
 from router.text.model_card import ModelCard

@@ -14,7 +14,7 @@ from enum import StrEnum
 
 from protos.chain import Chain
 from protos.values import BLOCK_HASH_BYTES, BlockHash, BlockRemoved, Cleared, KVEvent, Tier
-from router.policies.decision import cost_figure, shown_unit
+from router.routing.decision import cost_figure, shown_unit
 from router.traces.request_trace import DecisionRecord, RequestTrace, RequestTraces
 
 MAX_LOSSES = 2**18  # blocks, of all workers together

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from router.policies.decision import Decision
-from router.policies.request_seconds import LatencyEstimate
+from router.routing.decision import Decision
+from router.routing.request_seconds import LatencyEstimate
 from router.traces.request_trace import DecisionRecord, RequestTrace
 from router.traces.shadow import ShadowPolicy
 

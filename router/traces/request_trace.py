@@ -18,9 +18,9 @@ from protos.codec import Value
 from protos.errors import BatonError, Cancelled, code_of
 from protos.event_loop import loop_time
 from router.jobs import Job
-from router.policies.candidate_columns import Candidate, CandidateTable
-from router.policies.decision import Decision, RequestView
-from router.policies.request_seconds import LatencyEstimate
+from router.routing.candidate_columns import Candidate, CandidateTable
+from router.routing.decision import Decision, RequestView
+from router.routing.request_seconds import LatencyEstimate
 
 MAX_CHOICES = 16  # of one request; a longer odyssey keeps its end
 MAX_EVENTS = 64

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.policies.candidate_columns import CandidateTable
-from router.policies.decision import Decision, Policy, RequestView
-from router.policies.request_seconds import LatencyEstimate, estimate
+from router.routing.candidate_columns import CandidateTable
+from router.routing.decision import Decision, Policy, RequestView
+from router.routing.request_seconds import LatencyEstimate, estimate
 from router.traces.request_trace import ShadowDecision
 
 

@@ -9,8 +9,8 @@ import pytest
 from protos.values import SamplingParams
 from router.dispatch.dispatcher import Dispatcher
 from router.jobs import Job
-from router.policies.candidate_columns import CandidateTable
-from router.policies.decision import Decision, RequestView
+from router.routing.candidate_columns import CandidateTable
+from router.routing.decision import Decision, RequestView
 from tests.cluster.test_disaggregated import PROMPTS
 from tests.cluster.test_draining import Cluster, checkpoint, cluster_of
 from tests.unit.router.fake_cluster import dispatcher_with

@@ -13,8 +13,7 @@ from cluster.discovery.redis_members import connect
 from cluster.planner.planned_fleet import PlannedFleet
 from cluster.planner.planner_values import LearnedLoad, LoadFactors, TooSmall
 from protos.errors import InvalidRequest, Unavailable
-from router.fleet_owner import ChangeState
-from router.planning import GatewaySight, RequestSample
+from router.fleet_owner import ChangeState, GatewaySight, RequestSample
 from tests.cluster.redis_server import RedisServer
 from tests.unit.cluster.capacity.staged_fleet import CONFIGURED, DECODE, PREFILL, StagedFleet, scale
 

@@ -22,8 +22,7 @@ from cluster.planner.planner_config import limits_of
 from cluster.planner.planner_values import FleetDecision, FleetObjective, PlannerPace
 from protos.errors import Misconfigured, Unavailable
 from protos.values import WorkerRole
-from router.fleet_owner import DesiredFleet, FleetReport, NoFleetOwner
-from router.planning import SeenSight
+from router.fleet_owner import DesiredFleet, FleetReport, NoFleetOwner, SeenSight
 
 PERIOD_S = 1.0
 PATIENCE_S = 30.0

@@ -17,8 +17,7 @@ from protos.errors import Misconfigured
 from protos.event_loop import loop_time
 from protos.values import WorkerRole
 from router.capacity.samples import sample_of, sight_of
-from router.fleet_owner import DesiredFleet, FleetChange
-from router.planning import GatewaySight
+from router.fleet_owner import DesiredFleet, FleetChange, GatewaySight
 
 MAX_RECORDS = 100_000
 """Requests of a gateway that the planner can look back at."""

@@ -10,7 +10,7 @@ from itertools import islice, product, starmap
 from cluster.config.cluster_config import MAX_WORKERS, ClusterConfig
 from cluster.config.scenario import ClusterTable, Counts
 from protos.errors import Misconfigured
-from router.policies.registry import NAMES
+from router.routing.registry import NAMES
 
 MAX_CLUSTERS = 10_000
 """The most clusters of one sweep."""

@@ -21,8 +21,8 @@ from kvtransfer.windows import PageWindows
 from protos.errors import Misconfigured
 from protos.hints import counted
 from protos.values import KVLayout, WorkerRole
-from router.policies.registry import check_name
 from router.router_config import RouterConfig
+from router.routing.registry import check_name
 from workers.worker_config import SchedulerConfig, TransferConfig, WorkerConfig
 
 VOCAB_SIZE = 32_768

@@ -28,8 +28,8 @@ from cluster.simulate.world.simulated_lanes import Cards
 from cluster.simulate.world.simulated_load import GENERATED, GeneratedLoad, SessionLimit, UserSession, agents, fitting
 from protos.errors import InvalidRequest, NoWorkers, Overloaded, RequestKillsWorkers
 from protos.values import LATENT, KVLayout, WorkerRole
-from router.policies.registry import NAMES
 from router.router_config import AdmissionConfig, DispatchConfig
+from router.routing.registry import NAMES
 from workers.kv.groups import with_windows
 
 GPU, MODEL = "h100", "llama-3-8b"

@@ -21,12 +21,12 @@ from router.fleet.fleet import Fleet
 from router.fleet.member import Member, WorkerState
 from router.fleet.worker_client import WorkerClient
 from router.jobs import Job, TokenDelta
-from router.policies.candidate_columns import CandidateTable
-from router.policies.decision import Decision, Policy, RequestView
-from router.policies.registry import policy_of
 from router.prefix.feed import Feed
 from router.prefix.memory_index import MemoryPrefixIndex
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import CandidateTable
+from router.routing.decision import Decision, Policy, RequestView
+from router.routing.registry import policy_of
 from tests.unit.router.fake_worker import FakeWorker
 from tests.unit.router.scripted import make_gateway, serving
 

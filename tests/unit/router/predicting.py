@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from protos.values import WorkerLoad, WorkerRole
-from router.latency.predictor import Predictor
-from router.policies.candidate_columns import Candidate, CandidateTable
+from router.routing.candidate_columns import Candidate, CandidateTable
+from router.routing.predictor import Predictor
 
 
 def predicted(

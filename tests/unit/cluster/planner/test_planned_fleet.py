@@ -15,8 +15,16 @@ from cluster.planner.planner_config import PlannerConfig, limits_of
 from cluster.planner.planner_values import FleetDecision, LearnedLoad, PlannerMemory
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
-from router.fleet_owner import DesiredFleet, FleetOrder, OrderKind, Revision
-from router.planning import GatewaySight, PlannerReport, RequestSample, WorkerSight
+from router.fleet_owner import (
+    DesiredFleet,
+    FleetOrder,
+    GatewaySight,
+    OrderKind,
+    PlannerReport,
+    RequestSample,
+    Revision,
+    WorkerSight,
+)
 from tests.unit.cluster.capacity.staged_fleet import CONFIGURED, DECODE, PREFILL, StagedFleet, scale
 
 CONFIG = PlannerConfig(autoscale="1:4", period_s=15.0, settle_s=120.0, manual_s=300.0)

@@ -22,9 +22,9 @@ from router.admission.retry_queue import Returning
 from router.admission.time_and_room import least_ttft_s
 from router.dispatch.job_state import JobState
 from router.jobs import Job, TokenDelta
-from router.policies.candidate_columns import Candidate, CandidateTable, Line
 from router.prefix.index import Match
 from router.prefix.memory_index import MemoryPrefixIndex
+from router.routing.candidate_columns import Candidate, CandidateTable, Line
 from tests.unit.cluster.virtual_time import run_virtually
 from tests.unit.router.fake_cluster import router_config
 

@@ -14,7 +14,7 @@ import pytest
 from protos.values import FinishReason, SamplingParams, WorkerRole
 from router.admission.idle import HOLD_S, PASS_S, IdleAdmission, IdleLimits, largest_job, to_shed
 from router.jobs import BATCH_PRIORITY, Job, TokenDelta
-from router.policies.candidate_columns import Candidate, CandidateTable, Line
+from router.routing.candidate_columns import Candidate, CandidateTable, Line
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.fake_cluster import job as fake_job
 

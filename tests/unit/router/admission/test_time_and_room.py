@@ -9,7 +9,7 @@ import pytest
 
 from protos.values import WorkerRole
 from router.admission.time_and_room import Room
-from router.policies.candidate_columns import Candidate, CandidateTable
+from router.routing.candidate_columns import Candidate, CandidateTable
 
 ROOM = Room(max_backlog_s=0.5, max_waiting=4)
 COLOCATED, PREFILL, DECODE = WorkerRole.COLOCATED, WorkerRole.PREFILL, WorkerRole.DECODE

@@ -21,14 +21,21 @@ import pytest
 from protos.values import WorkerRole
 from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
-from router.fleet_owner import DesiredFleet, FleetChange, FleetReport, NoFleetOwner, OrderKind
+from router.fleet_owner import (
+    CapacityDecision,
+    DesiredFleet,
+    FleetChange,
+    FleetReport,
+    NoFleetOwner,
+    OrderKind,
+    PlannerReport,
+)
 from router.history.history import NUM_PERIODS, PERIOD_S, History, HistoryPeriod
 from router.ledger.ledger_store import LedgerStore
 from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList
 from router.ledger.request_ledger import RequestLedger
 from router.ledger.rows import LedgerRow
-from router.planning import CapacityDecision, PlannerReport
 from router.request_metrics import GAP_SECONDS, SECONDS
 from tests.unit.router.dashboard.browser import Browser, Tab
 from tests.unit.router.fake_cluster import Cluster

@@ -12,7 +12,7 @@ from protos.errors import AdapterNotLoaded, BadCheckpoint, BatonError, InvalidRe
 from protos.values import Adapter, AdapterList, StepMessage
 from protos.wire import error_info
 from router.fleet.fleet_adapters import FleetAdapters
-from router.policies.registry import NAMES
+from router.routing.registry import NAMES
 from tests.unit.router.dispatch.test_migration import NUM_TOKENS, Client, drain, go
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import expected_tokens

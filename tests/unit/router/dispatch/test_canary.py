@@ -13,8 +13,8 @@ from protos.errors import NoWorkers
 from protos.values import FinishReason, WorkerRole
 from router.dispatch.canary import SALT, Canary, by_one_worker, first_difference
 from router.jobs import Job, TokenDelta
-from router.policies.candidate_columns import Candidate, CandidateTable
-from router.policies.decision import Decision, RequestView
+from router.routing.candidate_columns import Candidate, CandidateTable
+from router.routing.decision import Decision, RequestView
 from tests.unit.router.fake_cluster import PROMPT, Cluster, job, tokens
 from tests.unit.router.fake_worker import expected_tokens
 

@@ -11,7 +11,7 @@ import pytest
 
 from protos.errors import InvalidRequest, NoWorkers
 from protos.values import FinishReason
-from router.policies.decision import SingleWorkerReason
+from router.routing.decision import SingleWorkerReason
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import BLOCK_SIZE, expected_tokens, logprob, token_at
 

@@ -16,7 +16,7 @@ from protos.wire import error_info
 from router.dispatch.dispatcher import LeaseRenewal
 from router.fleet.circuit_breaker import MAX_FAILURES
 from router.fleet.member import WorkerState
-from router.policies import prefix_aware
+from router.routing import prefix_aware
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import expected_tokens, logprob
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from router.fleet.member import WorkerState
-from router.policies.registry import NAMES
+from router.routing.registry import NAMES
 from tests.unit.router.dispatch.test_migration import NUM_TOKENS, Client, drain, go
 from tests.unit.router.fake_cluster import PROMPT, Cluster, collect, job, tokens
 from tests.unit.router.fake_worker import expected_tokens

@@ -12,12 +12,12 @@ import pytest
 from protos.values import WorkerLoad, WorkerRole
 from router.fleet.candidate_table import FleetTable
 from router.fleet.member import Member, WorkerState
-from router.latency.predictor import Predictor
-from router.policies.candidate_columns import Candidate, CandidateTable, Line
-from router.policies.decision import Decision, RequestView
-from router.policies.pair import MAX_SCORES, ShortRemainder, kept_candidates, pair
-from router.policies.slo import Objectives, decode_rank, prefill_rank
 from router.prefix.index import NO_MATCH, Match
+from router.routing.candidate_columns import Candidate, CandidateTable, Line
+from router.routing.decision import Decision, RequestView
+from router.routing.pair import MAX_SCORES, ShortRemainder, kept_candidates, pair
+from router.routing.predictor import Predictor
+from router.routing.slo import Objectives, decode_rank, prefill_rank
 from tests.unit.router.predicting import predicted
 
 ROLES = tuple(WorkerRole)

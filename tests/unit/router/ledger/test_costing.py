@@ -10,7 +10,7 @@ import pytest
 from protos.values import SamplingParams
 from router.jobs import Job
 from router.ledger.costing import WorkerRate, work_of
-from router.policies.decision import Decision
+from router.routing.decision import Decision
 from router.traces.request_trace import RequestTrace
 
 

@@ -12,9 +12,9 @@ import pytest
 from kvtransfer.hashing import chain_hashes
 from protos.values import BlockRemoved, Cleared, SamplingParams, Tier, WorkerRole
 from router.jobs import Job
-from router.policies.candidate_columns import Candidate, CandidateTable
-from router.policies.decision import Decision, RequestView, Score, cost_figure
-from router.policies.request_seconds import LatencyEstimate
+from router.routing.candidate_columns import Candidate, CandidateTable
+from router.routing.decision import Decision, RequestView, Score, cost_figure
+from router.routing.request_seconds import LatencyEstimate
 from router.traces.cache_misses import EvictionLog, MissKind, MissReason, explain, num_common
 from router.traces.request_trace import DecisionRecord, RequestTrace, RequestTraces
 

@@ -13,8 +13,17 @@ from rich.console import Console
 from cluster.cli.change.decisions import capacity_view
 from cluster.cli.change.plan import advice, commands, observed, settings_for
 from protos.errors import Misconfigured, Unavailable
-from router.fleet_owner import ChangeState, DesiredFleet, FleetChange, FleetReport, OrderKind, Revision
-from router.planning import CapacityDecision, PlannerReport, SeenSight
+from router.fleet_owner import (
+    CapacityDecision,
+    ChangeState,
+    DesiredFleet,
+    FleetChange,
+    FleetReport,
+    OrderKind,
+    PlannerReport,
+    Revision,
+    SeenSight,
+)
 from tests.unit.cluster.capacity.staged_fleet import DECODE, PREFILL
 from tests.unit.cluster.planner.test_planned_fleet import sight
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from protos.values import HostLoad, WorkerLoad, WorkerRole
-from router.latency.predictor import LOAD, Predictor
-from router.latency.predictor import PREFILL as UNOBSERVED
-from router.latency.recent_work import RECENT_EACH, RECENT_S, RecentWork, kept
-from router.policies.candidate_columns import Line
+from router.routing.candidate_columns import Line
+from router.routing.predictor import LOAD, Predictor
+from router.routing.predictor import PREFILL as UNOBSERVED
+from router.routing.recent_work import RECENT_EACH, RECENT_S, RecentWork, kept
 from tests.unit.router.predicting import predicted
 
 DECODE, PREFILL = WorkerRole.DECODE, WorkerRole.PREFILL

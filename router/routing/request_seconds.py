@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from protos.codec import Value
-from router.policies.candidate_columns import Candidate, CandidateTable, Floats, Numbers, WorkerNumbers, where
-from router.policies.decision import RequestView
+from router.routing.candidate_columns import Candidate, CandidateTable, Floats, Numbers, WorkerNumbers, where
+from router.routing.decision import RequestView
 
 
 class LatencyEstimate(Value, frozen=True, kw_only=True):

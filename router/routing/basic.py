@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.policies.candidate_columns import CandidateTable
-from router.policies.decision import Policy, RequestView
-from router.policies.pair import ShortRemainder, pair
-from router.policies.scores import PoolScores, pool_scores
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import CandidateTable
+from router.routing.decision import Policy, RequestView
+from router.routing.pair import ShortRemainder, pair
+from router.routing.scores import PoolScores, pool_scores
 
 
 def round_robin(config: RouterConfig) -> Policy:

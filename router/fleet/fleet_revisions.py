@@ -13,7 +13,7 @@ from kvtransfer.reshard import require_compatible
 from protos.errors import IncompatibleWorkers
 from protos.release import VERSION, WIRE
 from protos.values import WorkerInfo, WorkerRole
-from router.policies.candidate_columns import WorkerSet
+from router.routing.candidate_columns import WorkerSet
 
 OpenTexts = Callable[[WorkerInfo], Awaitable[str]]
 """Makes texts of the worker's revision readable. Returns what they have in common with those of other revisions: if it

@@ -14,13 +14,13 @@ from protos.hints import nearest
 from router.router_config import RouterConfig
 
 if TYPE_CHECKING:
-    from router.policies.decision import Policy
+    from router.routing.decision import Policy
 
 _POLICIES = {
-    "round_robin": "router.policies.basic:round_robin",
-    "least_loaded": "router.policies.basic:least_loaded",
-    "prefix_aware": "router.policies.prefix_aware:prefix_aware",
-    "slo": "router.policies.slo:slo",
+    "round_robin": "router.routing.basic:round_robin",
+    "least_loaded": "router.routing.basic:least_loaded",
+    "prefix_aware": "router.routing.prefix_aware:prefix_aware",
+    "slo": "router.routing.slo:slo",
 }
 NAMES = tuple(_POLICIES)
 

@@ -8,14 +8,14 @@ A score is a cost: the lowest total wins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
 from protos.codec import Value
 from protos.values import WorkerRole
-from router.policies.candidate_columns import CandidateTable, LaneLatencies, Line
+from router.routing.candidate_columns import CandidateTable, LaneLatencies, Line
 
 
 class RequestView(Value, frozen=True, kw_only=True):
@@ -80,6 +80,17 @@ class Decision(Value, frozen=True, kw_only=True):
 
 Policy = Callable[[RequestView, CandidateTable], Decision]
 """Chooses workers from all pools. A policy is pure and gets at least one candidate."""
+
+
+def avoiding(policy: Policy, worker_ids: Collection[str]) -> Policy:
+    """Avoids workers that have just failed the request, except where a pool has no other."""
+
+    def decide(view: RequestView, candidates: CandidateTable) -> Decision:
+        pools = (candidates.prefill_pool.besides(worker_ids), candidates.decode_pool.besides(worker_ids))
+        places = candidates.workers.places
+        return policy(view, candidates.take([places[one] for pool in pools for one in pool.workers.worker_ids]))
+
+    return decide if worker_ids else policy
 
 
 def shown_unit(unit: CostUnit) -> tuple[str, float]:

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from router.policies.candidate_columns import Numbers
-from router.policies.slo import GUARD
+from router.routing.candidate_columns import Numbers
+from router.routing.slo import GUARD
 
 RECENT_S = 300.0  # age at which work counts half
 RECENT_EACH = 80  # newer requests per worker after which work counts half, so that a busy pool becomes even sooner

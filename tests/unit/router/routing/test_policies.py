@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
-from router.policies.candidate_columns import Candidate, CandidateTable, LaneLatencies, Line, WorkerSet
-from router.policies.decision import Decision, RequestView, SingleWorkerReason
-from router.policies.policy_limits import avoiding
-from router.policies.registry import NAMES, policy_of
-from router.policies.request_seconds import LatencyEstimate, estimate, handed_bytes, transfer_s
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import Candidate, CandidateTable, LaneLatencies, Line, WorkerSet
+from router.routing.decision import Decision, RequestView, SingleWorkerReason, avoiding
+from router.routing.registry import NAMES, policy_of
+from router.routing.request_seconds import LatencyEstimate, estimate, handed_bytes, transfer_s
 
 PREFILL, DECODE, COLOCATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.COLOCATED
 

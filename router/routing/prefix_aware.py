@@ -9,19 +9,38 @@ from __future__ import annotations
 
 import numpy as np
 
-from router.policies.candidate_columns import CandidateTable, Floats
-from router.policies.decision import Policy, RequestView
-from router.policies.pair import ShortRemainder, pair
-from router.policies.policy_limits import balanced
-from router.policies.request_seconds import num_off_device, num_uncached
-from router.policies.scores import PoolScores, pool_scores
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import CandidateTable, Floats
+from router.routing.decision import Policy, RequestView
+from router.routing.pair import ShortRemainder, pair
+from router.routing.request_seconds import num_off_device, num_uncached
+from router.routing.scores import PoolScores, Rank, pool_scores
 
+MAX_DIFFERENCE = 32
+MAX_RATIO = 1.1
+FORBIDDING = 1e9  # per excess request: no other cost comes near it
 COMPUTING_WEIGHT = 2.0  # a token to be computed delays this request and those queued behind it
 TRANSFER_SHARE = 0.1  # cost of moving a token's KV, relative to computing the token
 LOAD_SHARE = 0.1  # cost of loading a token from the worker's own host, relative to computing it
 REQUEST_TOKENS = 64.0  # share by which one more running sequence slows down its neighbours
 SHORTAGE_SHARE = 10.0  # a token without a free block waits for other answers to end, or evicts and recomputes them
+
+
+def balanced(rank: Rank) -> Rank:
+    """Follows `rank` while its pool is balanced, and otherwise prefers the shortest queue.
+
+    A pool is unbalanced when its longest queue exceeds the shortest by over 32 requests and is over 1.1 times as long.
+    These are the bounds of SGLang's cache-aware router.
+    """
+
+    def guarded(view: RequestView, candidates: CandidateTable) -> PoolScores:
+        queues, ranked = candidates.num_requests, rank(view, candidates)
+        longest, shortest = queues.max(), queues.min()
+        if longest - shortest > MAX_DIFFERENCE and longest > MAX_RATIO * shortest:
+            return ranked.plus(imbalance=(queues - shortest) * FORBIDDING)
+        return ranked
+
+    return guarded
 
 
 def prefix_aware(config: RouterConfig) -> Policy:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from router.policies.candidate_columns import Numbers, where
+from router.routing.candidate_columns import Numbers, where
 
 ALIKE = 2.0  # speeds within this ratio count as equal: the router learns smaller differences
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from protos.errors import IncompatibleWorkers
 from protos.release import WIRE
 from protos.values import KVLayout, LaneAddress, WorkerInfo, WorkerRole
-from router.policies.candidate_columns import WorkerSet
-from router.revisions.fleet_revisions import FleetRevisions, RevisedWorker, check_joins, shares
+from router.fleet.fleet_revisions import FleetRevisions, RevisedWorker, check_joins, shares
+from router.routing.candidate_columns import WorkerSet
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 NUMBERS = itertools.count()

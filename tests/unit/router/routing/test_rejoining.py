@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from protos.values import WorkerLoad, WorkerRole
-from router.latency.predictor import Predictor
-from router.policies.candidate_columns import Candidate, CandidateTable
-from router.policies.decision import RequestView
-from router.policies.registry import policy_of
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import Candidate, CandidateTable
+from router.routing.decision import RequestView
+from router.routing.predictor import Predictor
+from router.routing.registry import policy_of
 from tests.unit.router.predicting import predicted
 
 ROLE = WorkerRole.COLOCATED

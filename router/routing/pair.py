@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from protos.values import WorkerRole
-from router.policies.candidate_columns import Bools, CandidateTable, Floats, LaneLatencies, Places
-from router.policies.decision import CostUnit, Decision, Policy, RequestView, SingleWorkerReason
-from router.policies.request_seconds import num_uncached
-from router.policies.scores import CostBreakdown, PoolScores, Rank, cheapest, scored_workers
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import Bools, CandidateTable, Floats, LaneLatencies, Places
+from router.routing.decision import CostUnit, Decision, Policy, RequestView, SingleWorkerReason
+from router.routing.request_seconds import num_uncached
+from router.routing.scores import CostBreakdown, PoolScores, Rank, cheapest, scored_workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

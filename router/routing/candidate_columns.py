@@ -111,7 +111,7 @@ class Candidate(Value, frozen=True, kw_only=True):
     are only in host memory and must be loaded. `num_waiting` of its `num_requests` have not begun.
     `prefill_tokens_per_s` and `decode_step_s` are the worker's latest measurements, 0 before the first.
 
-    The predictor (`router.latency.predictor`) fills in the rest: seconds to a first token by the tokens to be computed
+    The predictor (`router.routing.predictor`) fills in the rest: seconds to a first token by the tokens to be computed
     before it (`prefill_time`), seconds to load tokens from the host (`load_time`), seconds between tokens by the
     sequences that it decodes at a time (`step_time`), and seconds that an answer waits for its KV, by its bytes, over
     an unmeasured lane (`transfer_time`). `recent_tokens` is the worker's recent prefill work in tokens; older work

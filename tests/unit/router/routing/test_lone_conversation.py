@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from protos.values import WorkerLoad, WorkerRole
-from router.latency.predictor import Predictor
-from router.policies.candidate_columns import CandidateTable
-from router.policies.decision import Decision, RequestView
-from router.policies.registry import policy_of
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import CandidateTable
+from router.routing.decision import Decision, RequestView
+from router.routing.predictor import Predictor
+from router.routing.registry import policy_of
 from tests.unit.router.predicting import predicted
 from workers.batch import Batch, Row
 from workers.engine.speed import EngineSpeed

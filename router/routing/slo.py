@@ -25,12 +25,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.policies.candidate_columns import CandidateTable, Floats
-from router.policies.decision import Policy, RequestView
-from router.policies.pair import ShortRemainder, pair
-from router.policies.request_seconds import load_s, num_off_device, num_uncached, tpot_s, transfer_s, ttft_s
-from router.policies.scores import PoolScores, Rank, pool_scores
 from router.router_config import RouterConfig
+from router.routing.candidate_columns import CandidateTable, Floats
+from router.routing.decision import Policy, RequestView
+from router.routing.pair import ShortRemainder, pair
+from router.routing.request_seconds import load_s, num_off_device, num_uncached, tpot_s, transfer_s, ttft_s
+from router.routing.scores import PoolScores, Rank, pool_scores
 
 # Tried on Mooncake's synthetic trace (benchmarks/routing/trace.py): hits and time to the first token, 4 and 16 workers.
 DISPLACED = 3.0  # seconds that other requests lose, through evicted blocks, for a second of computing on an idle worker

@@ -7,24 +7,19 @@
 The features of a worker are a column of numbers that changes with its load and with observations of it. The fits of its
 pool change with every request. `predict` combines both for all workers at once.
 
-The estimators are in `router.latency.fits`. Pure: time is an argument.
+The estimators are in `router.routing.fits`. Pure: time is an argument.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
 
 from protos.values import WorkerLoad, WorkerRole
-from router.latency.fits import HALF_COUNT, LinearFit, PredictionErrors, SlowdownFactor
-from router.latency.prefill_speeds import PrefillSpeeds, slowness
-from router.latency.recent_work import RecentWork, halved, since_whole, whole
-from router.latency.ttft_overhead import TtftOverhead
-from router.latency.worker_features import PoolNumbers, WorkerFeatures
-from router.policies.candidate_columns import (
+from router.routing.candidate_columns import (
     FEW,
     PREDICTED_ROWS,
     CandidateTable,
@@ -35,6 +30,44 @@ from router.policies.candidate_columns import (
     WorkerSet,
     where,
 )
+from router.routing.fits import HALF_COUNT, LinearFit, PredictionErrors, SlowdownFactor
+from router.routing.prefill_speeds import PrefillSpeeds, slowness
+from router.routing.recent_work import RecentWork, halved, since_whole, whole
+from router.routing.ttft_overhead import TtftOverhead
+
+
+class WorkerFeatures(NamedTuple, Generic[Numbers]):
+    """The predictor's numbers about one worker. Unknown numbers are NaN."""
+
+    num_running: Numbers
+    prefill_tokens_per_s: Numbers  # measured by the worker
+    step_s: Numbers
+    load_fixed_s: Numbers
+    load_each_s: Numbers
+    lane_fixed_s: Numbers  # for a byte of KV, measured by the worker
+    lane_each_s: Numbers
+    fitted_fixed_s: Numbers  # with the router's observations
+    fitted_each_s: Numbers
+    prefill_ratio: Numbers  # measured over expected
+    step_ratio: Numbers
+    awaits_fit: Numbers  # the worker has received KV and has not measured a lane: the line of all lanes is its prior
+    recent_tokens: Numbers
+    recent_at: Numbers  # on its pool's clock
+
+
+class PoolNumbers(NamedTuple, Generic[Numbers]):
+    """The predictor's numbers about a worker's pool. Unknown numbers are NaN."""
+
+    prefill_fixed_s: Numbers
+    prefill_each_s: Numbers
+    step_fixed_s: Numbers
+    step_each_s: Numbers
+    prefill_tokens_per_s: Numbers
+    has_steps: Numbers
+    recent_share: Numbers
+    recent_at: Numbers
+    is_colocated: Numbers
+
 
 # Priors, between a laptop and the largest GPU; a few requests correct them.
 PREFILL = Line(fixed_s=0.005, each_s=1e-4)

@@ -9,8 +9,8 @@ from typing import overload
 
 import numpy as np
 
-from router.policies.candidate_columns import CandidateTable, Floats, Places, WorkerSet
-from router.policies.decision import RequestView, Score
+from router.routing.candidate_columns import CandidateTable, Floats, Places, WorkerSet
+from router.routing.decision import RequestView, Score
 
 
 class PoolScores:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from router.latency.fits import LinearFit, SlowdownFactor
-from router.latency.predictor import PREFILL as UNOBSERVED
-from router.policies.candidate_columns import Line
+from router.routing.candidate_columns import Line
+from router.routing.fits import LinearFit, SlowdownFactor
+from router.routing.predictor import PREFILL as UNOBSERVED
 
 TRUE = Line(fixed_s=0.05, each_s=2e-4)
 

@@ -1,1 +1,0 @@
-"""Predictions of workers' latencies, learned from measured ones."""
