@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -155,9 +156,12 @@ def _turn(item: pytest.Item, root: Path) -> int:
     return next((turn for name, turn in turns.items() if name in names), 0)
 
 
+RAY = re.compile(r"\b(up|four): Deployed|RayHosts|(Deployed|deploy)\(\s*\"(up|serve|pools)\"")
+
+
 @cache  # a file has many tests
 def _group(root: Path, file: str) -> str:
     """Files of one name run in one process: there is room for one Ray, and for one test that may use the GPU."""
     if HAS_GPU:
         return "gpu"
-    return "ray" if "Deployed" in (root / file).read_text() else file
+    return "ray" if RAY.search((root / file).read_text()) else file

@@ -58,7 +58,7 @@ async def test_what_a_gateway_had_asked_for_is_freed_when_it_hangs_or_dies(
     address = (await worker.start("127.0.0.1")).address
     baton = deploy("gateway", "--model", DEMO["model"], "--served-name", "demo", "--port", "0", "--worker", address)
     try:
-        await asyncio.to_thread(baton.wait_for, "is ready$", timeout_s=100.0)
+        await asyncio.to_thread(baton.wait_for, "is ready$")
         async with asking(baton, gate) as answer:
             os.kill(baton.process.pid, signal.SIGSTOP)  # its connections stay open: only silence tells
             await freed(caplog, times=1)

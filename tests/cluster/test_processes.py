@@ -74,7 +74,7 @@ async def test_two_processes_share_a_port_and_one_may_die(
     flags = ("--model", DEMO["model"], "--served-name", "demo", "--port", "0", "--grpc-port", "0", "--processes", "2")
     baton = deploy("gateway", *flags, "--set", "supervision.health_period_s=0.2", "--worker", address)
     try:
-        await asyncio.to_thread(baton.wait_for, "every gateway process is ready", timeout_s=100.0)
+        await asyncio.to_thread(baton.wait_for, "every gateway process is ready")
         first, second = await asyncio.to_thread(lambda: baton.urls)
         for number in range(3):
             await complete(baton.url, f"r{number}")

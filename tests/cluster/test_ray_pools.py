@@ -52,6 +52,7 @@ def serving(gateway: Deployed) -> dict[str, tuple[int, str]]:
     return {worker["worker_id"]: (worker["process_id"], worker["revision"]) for worker in workers}
 
 
+@pytest.mark.slow
 def test_workers_outlive_their_controller_and_the_next_rolls(
     deploy: Callable[..., Deployed], redis: RedisServer
 ) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.capacity.streams import whole_text
 from tests.cluster.deployed import DEMO, PRECISE, Deployed
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 NUM_STREAMS, NUM_TOKENS = 50, 24
 CHANGED = "model.layers.0.mlp.down_proj.weight"

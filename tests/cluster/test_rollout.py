@@ -18,7 +18,7 @@ from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, Gate, parts_of
 from tests.unit.workers.toy import ToyRunner
 from workers.rpc.worker import Worker
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 NUM_STREAMS, NUM_TOKENS = 50, 8
 

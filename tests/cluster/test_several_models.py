@@ -12,7 +12,7 @@ from cluster.doctor.gather import examine
 from cluster.doctor.rules import findings
 from tests.cluster.deployed import DEMO, Deployed
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def test_two_models_are_served_at_one_address() -> None:

@@ -13,10 +13,8 @@ from typer.testing import CliRunner, Result
 
 from tests.kernels.conftest import ON_GPU
 
-pytestmark = pytest.mark.timeout(
-    360
-)  # interpreted kernels: a quarter of a minute on an idle machine, more on a busy one
-
+# Interpreted kernels take a quarter of a minute on an idle machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
 
 EXPERTS = "", ", int4", ", int8", ", fp8 blocks"
 

@@ -14,7 +14,10 @@ import pytest
 from tests.kernels.compiled import MAX_SHARED
 from tests.kernels.launches import LAUNCHES
 
-pytestmark = pytest.mark.timeout(900)  # ninety kernels of four capabilities, compiled: two minutes of CPU time
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]  # ninety kernels of four capabilities: two minutes of CPU time
 
 NEAREST_TO_LIMITS = (
     "decode",
@@ -63,7 +66,6 @@ def _costs(pytestconfig: pytest.Config, capability: int, dtype: str, names: Sequ
     return [json.loads(line) for line in output.splitlines()]
 
 
-@pytest.mark.slow
 def test_kernels_fit_and_do_not_spill(compiled: tuple[int, list[dict[str, Any]]]) -> None:
     """9.0 is what the tiles were chosen for; elsewhere a few addresses may spill."""
     capability, costs = compiled
@@ -75,7 +77,6 @@ def test_kernels_fit_and_do_not_spill(compiled: tuple[int, list[dict[str, Any]]]
         assert cost["registers"] >= LEAST_REGISTERS or cost["launch"] in LITTLE, cost
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", sorted(MAX_SHARED))
 def test_kernels_of_twice_the_bytes_fit_in_float32(capability: int, pytestconfig: pytest.Config) -> None:
     for cost in _costs(pytestconfig, capability, "float32", ("latent decode", "latent prefill", "experts, many rows")):
@@ -85,7 +86,6 @@ def test_kernels_of_twice_the_bytes_fit_in_float32(capability: int, pytestconfig
         assert cost["registers"] >= LEAST_REGISTERS, cost
 
 
-@pytest.mark.slow
 def test_attention_multiplies_on_matrix_units_while_it_loads(compiled: tuple[int, list[dict[str, Any]]]) -> None:
     capability, costs = compiled
     attention = {cost["launch"]: cost for cost in costs if cost["kernel"] in ("_decode", "_prefill")}
@@ -97,7 +97,6 @@ def test_attention_multiplies_on_matrix_units_while_it_loads(compiled: tuple[int
         assert occupancy >= 2, "one program would leave a multiprocessor idle while it begins and ends"
 
 
-@pytest.mark.slow
 def test_quantised_products_multiply_on_matrix_units_while_they_load(
     compiled: tuple[int, list[dict[str, Any]]],
 ) -> None:
@@ -112,7 +111,6 @@ def test_quantised_products_multiply_on_matrix_units_while_they_load(
         assert cost["under_way"] >= 2, f"{cost}: the compiler has given up loading ahead"
 
 
-@pytest.mark.slow
 def test_a_code_of_four_bits_takes_few_instructions(compiled: tuple[int, list[dict[str, Any]]]) -> None:
     """A multiprocessor of an H100 starts 4.5 instructions of a lane while memory brings it a code of 4 bits
     (132 multiprocessors of 128 lanes at 1.76 GHz, 3.35 TB/s): with more, instructions are the floor, not memory."""
@@ -125,7 +123,6 @@ def test_a_code_of_four_bits_takes_few_instructions(compiled: tuple[int, list[di
     assert 65536 // (cost["registers"] * 32 * cost["warps"]) >= 4, "the tile's comment promises four programs"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "quantize", "kv_dtype"),
     [

@@ -106,6 +106,7 @@ raise SystemExit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider",
 """
 
 
+@pytest.mark.slow
 def test_checks_import_nothing_that_a_machine_with_torch_and_pytest_may_lack() -> None:
     """Such a machine is lent for minutes: there is no index of packages, and no time."""
     paths = [argument for check in CHECKS for argument in check.arguments if argument.startswith("tests/")]

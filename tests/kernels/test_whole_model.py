@@ -24,6 +24,8 @@ from workers.models.decoder import Decoder
 from workers.quantization.quantised_weight import QuantisedWeight
 from workers.runner.torch_runner import TorchRunner
 
+pytestmark = pytest.mark.slow
+
 BLOCK_SIZE = 8
 
 

@@ -18,7 +18,7 @@ from tests.cluster.deployed import DEMO, LONG, PRECISE, Deployed
 from tests.netns.hosts import SwitchedHosts, why_not
 
 REASON = why_not()
-pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(REASON), reason=REASON or "possible")]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.skipif(bool(REASON), reason=REASON or "possible")]
 
 GATEWAY, PREFILL, DECODE, REDIS = 1, 2, 3, 4
 PORT = 7000  # of each worker
