@@ -186,8 +186,8 @@ def _spans(line: TraceLine, scale: float) -> tuple[PrefixSpan, ...]:
     rest = line.input_length - (len(ids) - 1) * TRACE_BLOCK
     last = min(block, max(1, round(rest * scale)))
     return tuple(
-        PrefixSpan(key=(_TRACED, one), num_tokens=last if place == len(ids) - 1 else block)
-        for place, one in enumerate(ids)
+        PrefixSpan(key=(_TRACED, block_id), num_tokens=last if place == len(ids) - 1 else block)
+        for place, block_id in enumerate(ids)
     )
 
 
@@ -196,12 +196,12 @@ def fitting(items: Sequence[WorkloadItem], max_model_len: int | None) -> tuple[l
     fits."""
     if max_model_len is None:
         return list(items), 0
-    kept = [item for item in items if item.num_prompt + item.num_output <= max_model_len]
-    if items and not kept:
+    fits = [item for item in items if item.num_prompt + item.num_output <= max_model_len]
+    if items and not fits:
         shortest = min(item.num_prompt + item.num_output for item in items)
         raise Misconfigured(
             f"every request is longer (the shortest: {shortest} tokens, prompt and answer) than the model's context "
             f"of {max_model_len}: lower workload.input_len, output_len or trace_scale",
             param="workload.input_len",
         )
-    return kept, len(items) - len(kept)
+    return fits, len(items) - len(fits)

@@ -175,16 +175,16 @@ def make_report(records: Sequence[RequestRecord], objective: Objective) -> Repor
 
 def spread(values: Iterable[float | None]) -> Percentiles | None:
     """None for no values."""
-    known = sorted(value for value in values if value is not None)
-    if not known:
+    ordered = sorted(value for value in values if value is not None)
+    if not ordered:
         return None
     return Percentiles(
-        num=len(known),
-        mean=math.fsum(known) / len(known),
-        p50=percentile(known, 50),
-        p90=percentile(known, 90),
-        p99=percentile(known, 99),
-        max=known[-1],
+        num=len(ordered),
+        mean=math.fsum(ordered) / len(ordered),
+        p50=percentile(ordered, 50),
+        p90=percentile(ordered, 90),
+        p99=percentile(ordered, 99),
+        max=ordered[-1],
     )
 
 

@@ -45,13 +45,13 @@ def cpu_model(cpuinfo: Path) -> str:
 
 
 def find_versions() -> Mapping[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _gpus() -> tuple[str, ...]:

@@ -32,10 +32,10 @@ class Prompts:
         self._stream = lru_cache(maxsize=4096)(self._draw)  # caches the tokens of a trace's shared blocks
 
     def ids(self, spans: Sequence[PrefixSpan]) -> list[int]:
-        found: list[int] = []
+        token_ids: list[int] = []
         for span in spans:
-            found += self._stream(span.key, span.num_tokens)
-        return found
+            token_ids += self._stream(span.key, span.num_tokens)
+        return token_ids
 
     def text(self, spans: Sequence[PrefixSpan]) -> str:
         """One common word for each token; most tokenizers make about one token of it."""
@@ -45,5 +45,5 @@ class Prompts:
         # numpy guarantees that Philox's stream is stable, unlike that of default_rng.
         bits = np.random.Philox(np.random.SeedSequence((self._seed, *key)))
         places = (bits.random_raw(num_tokens) % np.uint64(self._high - self._low)).view(np.int64)
-        found: list[int] = self._ids.take(places).tolist()
-        return found
+        token_ids: list[int] = self._ids.take(places).tolist()
+        return token_ids

@@ -55,12 +55,12 @@ def profiling(path: Path | None, url: str, api_key: str) -> Iterator[Mark]:
 def chrome_trace(workers: Sequence[Mapping[str, Any]], requests: Sequence[Event] = ()) -> dict[str, Any]:
     """The trace as a JSON object, from the workers' answers to /admin/profile and from events with `ts` in seconds
     since 1970. Times in the trace are microseconds since the first event."""
-    known = [(one["worker_id"], one["profile"]) for one in workers if one["profile"] is not None]
-    starts = [span["start_s"] + profile["wall_offset_s"] for _, profile in known for span in profile["spans"]]
+    profiles = [(worker["worker_id"], worker["profile"]) for worker in workers if worker["profile"] is not None]
+    starts = [span["start_s"] + profile["wall_offset_s"] for _, profile in profiles for span in profile["spans"]]
     origin_s = min([*starts, *(event["ts"] for event in requests)], default=0.0)
     events = [_named("process", 0, "requests")]
     events += [event | {"ts": _micros(event["ts"] - origin_s)} for event in requests]
-    for pid, (worker_id, profile) in enumerate(known, 1):
+    for pid, (worker_id, profile) in enumerate(profiles, 1):
         events.append(_named("process", pid, worker_id))
         events += [_named("thread", pid, name, tid=tid) for tid, name in enumerate(_THREADS)]
         shift_s = profile["wall_offset_s"] - origin_s
@@ -141,16 +141,16 @@ def _micros(seconds: float) -> float:
 
 def _say_missing(workers: Sequence[Mapping[str, Any]]) -> None:
     errors = Console(stderr=True, soft_wrap=True)
-    for one in workers:
-        if one["profile"] is None:
-            errors.print(f"{one['worker_id']} did not answer: it is not in the profile", style="yellow")
-        elif dropped := one["profile"]["num_dropped"]:
-            errors.print(f"{one['worker_id']} has kept its latest spans only: {dropped} are missing", style="yellow")
+    for worker in workers:
+        if worker["profile"] is None:
+            errors.print(f"{worker['worker_id']} did not answer: it is not in the profile", style="yellow")
+        elif dropped := worker["profile"]["num_dropped"]:
+            errors.print(f"{worker['worker_id']} has kept its latest spans only: {dropped} are missing", style="yellow")
 
 
 def _say_hidden(workers: Sequence[Mapping[str, Any]]) -> None:
     """The share of KV transfer time that was hidden behind the prompts' computation."""
-    spans = [span for one in workers if one["profile"] is not None for span in one["profile"]["spans"]]
+    spans = [span for worker in workers if worker["profile"] is not None for span in worker["profile"]["spans"]]
     sent = [span for span in spans if span["name"] == "KV send"]
     travelled_s = sum(span["duration_s"] for span in sent)
     if travelled_s > 0:

@@ -184,7 +184,7 @@ class FleetController:
     async def ended(self, number: int) -> FleetChange:
         """Returns the change when it is no longer under way. Raises InvalidRequest for an unknown one."""
         while True:
-            change = next((one for one in self._record.changes if one.number == number), None)
+            change = next((latest for latest in self._record.changes if latest.number == number), None)
             if change is None:
                 raise InvalidRequest(f"there is no change {number} among the latest {RING_SIZE}", param="number")
             if change.state is not ChangeState.UNDER_WAY:
@@ -213,8 +213,8 @@ class FleetController:
 
     def _awake(self) -> DesiredFleet:
         """The latest fleet that was not asleep, at the present revision."""
-        known = (self.desired, *(change.before for change in reversed(self._record.changes)), self._record.configured)
-        awake = next(fleet for fleet in known if not fleet.is_asleep)
+        fleets = (self.desired, *(change.before for change in reversed(self._record.changes)), self._record.configured)
+        awake = next(fleet for fleet in fleets if not fleet.is_asleep)
         return replace(awake, revision=self.desired.revision)
 
     def _new_change(

@@ -114,18 +114,18 @@ def scenario_of(tables: Table) -> Scenario:
     return scenario
 
 
-def _mistake(found: str, tables: Mapping[str, Any]) -> Misconfigured:
+def _mistake(error: str, tables: Mapping[str, Any]) -> Misconfigured:
     """Names the key, its value and what is allowed. `found` is as "Expected `int` >= 1 - at `$.workload.requests`"."""
-    problem, _, place = found.partition(" - at `$.")
+    problem, _, place = error.partition(" - at `$.")
     keys = re.findall(r"\w+", place)
     value: Any = tables
     for key in keys:
         value = value[int(key) if isinstance(value, list) else key]
     path = place.rstrip("`")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", problem):
-        known = getattr(Scenario(), path).__struct_fields__ if path else Scenario.__struct_fields__
+        names = getattr(Scenario(), path).__struct_fields__ if path else Scenario.__struct_fields__
         name = f"{path}.{unknown[1]}".lstrip(".")
-        return Misconfigured(f"there is no key {name}: {suggested(unknown[1], known)}", param=name)
+        return Misconfigured(f"there is no key {name}: {suggested(unknown[1], names)}", param=name)
     allowed = problem.removeprefix("Expected ").partition(", got")[0].replace("`", "")
     allowed = re.sub(r"\b(int|float|str|bool|array|object)\b", lambda word: _WORDS[word[0]], allowed)
     return Misconfigured(f"{path} = {value!r}: give {allowed}; `baton simulate --keys` describes it", param=path)

@@ -108,11 +108,11 @@ class _Planner:
         share = self._attainment(self._fleet, self._load)
         if memory.manual_until_s > now:
             left = memory.manual_until_s - now
-            kept = self._keep(f"an operator's change holds for {left:.0f} s more", share)
-            return replace(kept, counts=dict(self._desired))  # its late workers, too, are the operator's
+            decision = self._keep(f"an operator's change holds for {left:.0f} s more", share)
+            return replace(decision, counts=dict(self._desired))  # its late workers, too, are the operator's
         weighed = sorted(self._candidates(), key=self._order)
         # A fleet that is above its limits is no candidate itself: then it must become one of these.
-        best = next((one for one in weighed if self._found_too_small(one.counts) is None), weighed[0])
+        best = next((fleet for fleet in weighed if self._found_too_small(fleet.counts) is None), weighed[0])
         if dict(best.counts) == self._fleet:
             return self._keep(f"{self._state(share)}{self._why_not(weighed[0], share)}", share, weighed)
         if self._shrinks(best.counts) and (held := self._held_back()):
@@ -179,7 +179,7 @@ class _Planner:
         first_share = seen.num_begun / max(1, seen.num_ended)
         gap_share = 1.0 - seen.num_slow / max(1, seen.num_begun)
         patience_s = max(self._pace.rest_s, self._pace.settle_s, seen.window_s)
-        kept = math.exp(-elapsed_s / (_FORGET_PATIENCES * patience_s))
+        remaining = math.exp(-elapsed_s / (_FORGET_PATIENCES * patience_s))
 
         def first(factor: float) -> float:
             return shares_in_time(serving, rate, seen, self._objective, replace(factors, prefill=factor))[0]
@@ -187,8 +187,8 @@ class _Planner:
         def gaps(factor: float) -> float:
             return shares_in_time(serving, rate, seen, self._objective, replace(factors, decode=factor))[1]
 
-        prefill = _explaining(first, first_share, seen.num_ended, factors.prefill, kept)
-        decode = _explaining(gaps, gap_share, seen.num_begun, factors.decode, kept)
+        prefill = _explaining(first, first_share, seen.num_ended, factors.prefill, remaining)
+        decode = _explaining(gaps, gap_share, seen.num_begun, factors.decode, remaining)
         changed = LoadFactors(prefill=prefill, decode=decode)
         return changed, prefill > factors.prefill or decode > factors.decode
 
@@ -277,33 +277,35 @@ class _Planner:
             return None
         prompt_rate, answer_rate = self._work(self._peak())
         heavy = 1.0 - max(_LIGHTER, _DEVIATIONS / math.sqrt(max(1, self._seen.num_arrived)))
-        for one in self._memory.learned.too_small:
-            is_as_heavy = prompt_rate >= heavy * one.prompt_rate and answer_rate >= heavy * one.answer_rate
-            if self._now < one.until_s and one.has(counts) and is_as_heavy:
-                return one
+        for small in self._memory.learned.too_small:
+            is_as_heavy = prompt_rate >= heavy * small.prompt_rate and answer_rate >= heavy * small.answer_rate
+            if self._now < small.until_s and small.has(counts) and is_as_heavy:
+                return small
         return None
 
     def _with_present_one(self) -> tuple[TooSmall, ...]:
         """Fleets that were too small, the present one among them."""
         rest_s, now = self._pace.rest_s, self._now
-        kept = [one for one in self._memory.learned.too_small if now - one.until_s < _MOST_HOLD_RESTS * rest_s]
-        before = max((one.hold_s for one in kept if one.counts == self._fleet), default=_HOLD_RESTS * rest_s / 2.0)
+        every, longest_s = self._memory.learned.too_small, _MOST_HOLD_RESTS * rest_s
+        remembered = [small for small in every if now - small.until_s < longest_s]
+        holds_s = [small.hold_s for small in remembered if small.counts == self._fleet]
+        before = max(holds_s, default=_HOLD_RESTS * rest_s / 2.0)
         prompt_rate, answer_rate = self._work(self._load)
         present = TooSmall(
             counts=dict(self._fleet),
             prompt_rate=prompt_rate,
             answer_rate=answer_rate,
             at_s=now,
-            hold_s=min(2.0 * before, _MOST_HOLD_RESTS * rest_s),
+            hold_s=min(2.0 * before, longest_s),
         )
-        return (*(one for one in kept if one.counts != self._fleet), present)
+        return (*(small for small in remembered if small.counts != self._fleet), present)
 
     def _why_not(self, wanted: WeighedFleet, share: float) -> str:
         """Why the fleet stays although another one seems better, or none is good enough."""
-        if (found := self._found_too_small(wanted.counts)) is not None:
-            ago, left = self._now - found.at_s, found.until_s - self._now
+        if (small := self._found_too_small(wanted.counts)) is not None:
+            ago, left = self._now - small.at_s, small.until_s - self._now
             return (
-                f"; {_named(wanted.counts)} would do by the model, but {_named(found.counts)} did not {ago:.0f} s ago: "
+                f"; {_named(wanted.counts)} would do by the model, but {_named(small.counts)} did not {ago:.0f} s ago: "
                 f"not tried again for {left:.0f} s"
             )
         if share >= self._objective.attainment or self._is_quiet():
@@ -339,7 +341,7 @@ class _Planner:
     def _shown(self, weighed: Sequence[WeighedFleet]) -> tuple[WeighedFleet, ...]:
         """The best ones, and the present one."""
         best = tuple(weighed[:_WEIGHED])
-        return (*best, *(one for one in weighed[_WEIGHED:] if dict(one.counts) == self._fleet))
+        return (*best, *(fleet for fleet in weighed[_WEIGHED:] if dict(fleet.counts) == self._fleet))
 
     def _keep(self, reason: str, share: float, weighed: Sequence[WeighedFleet] = ()) -> FleetDecision:
         return FleetDecision(
@@ -364,7 +366,7 @@ class _Planner:
         )
 
 
-def _explaining(model: Callable[[float], float], share: float, num: int, factor: float, kept: float) -> float:
+def _explaining(model: Callable[[float], float], share: float, num: int, factor: float, remaining: float) -> float:
     """The load's factor by which `model` says the `share` that `num` clients saw in time.
 
     Where the model is too hopeful the factor grows at once, by half at most; where it is too careful it shrinks slowly;
@@ -383,7 +385,7 @@ def _explaining(model: Callable[[float], float], share: float, num: int, factor:
         return high
     if share > predicted + _DRIFT:
         return max(_LEAST_FACTOR, 0.98 * factor)
-    return 1.0 + kept * (factor - 1.0) if factor > 1.0 else factor
+    return 1.0 + remaining * (factor - 1.0) if factor > 1.0 else factor
 
 
 def is_possible(counts: Counts) -> bool:

@@ -17,10 +17,10 @@ def learned(profile: Sequence[float], at_s: float, rate: float, lasted_s: float)
     """The profile after `lasted_s` seconds with this rate of requests. They change their quarter by their part of
     it."""
     quarter = _quarter(at_s)
-    known = profile[quarter]
+    before = profile[quarter]
     weight = 1.0 - (1.0 - _WEIGHT) ** (lasted_s / QUARTER_S)
     changed = list(profile)
-    changed[quarter] = rate if not known else known + weight * (rate - known)
+    changed[quarter] = rate if not before else before + weight * (rate - before)
     return tuple(changed)
 
 
@@ -30,7 +30,8 @@ def expected(profile: Sequence[float], at_s: float, rate: float, ahead_s: float)
     if not here:
         return rate
     quarters = range(_quarter(at_s), _quarter(at_s) + math.ceil(ahead_s / QUARTER_S) + 1)
-    ahead = max(profile[one % NUM_QUARTERS] for one in quarters if (one * QUARTER_S - at_s % 86400.0) <= ahead_s)
+    until_s = at_s % 86400.0 + ahead_s
+    ahead = max(profile[quarter % NUM_QUARTERS] for quarter in quarters if quarter * QUARTER_S <= until_s)
     return rate * min(_MOST_GROWTH, max(1.0, ahead / here))
 
 

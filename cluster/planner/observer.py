@@ -50,29 +50,29 @@ class Observer:
         """`at_s`: seconds since 1970, of the latest report, which comes last. None without a report."""
         if not sights:
             return None
-        requests = [one for sight in sights for one in self._requests(sight)]
-        ended = [one for one in requests if one.sample.ended_s is not None]
-        over = [*ended, *(one for one in requests if one.sample.ended_s is None and one.is_late)]
-        samples = [one.sample for one in requests if one.is_read]
-        uncached = sorted(one.num_prompt_tokens - one.num_cached_tokens for one in samples)
-        written = [one.sample for one in ended if one.sample.num_tokens]
-        context = mean([one.sample.num_prompt_tokens + one.sample.num_tokens / 2 for one in ended])
+        requests = [request for sight in sights for request in self._requests(sight)]
+        ended = [request for request in requests if request.sample.ended_s is not None]
+        over = [*ended, *(request for request in requests if request.sample.ended_s is None and request.is_late)]
+        samples = [request.sample for request in requests if request.is_read]
+        uncached = sorted(sample.num_prompt_tokens - sample.num_cached_tokens for sample in samples)
+        written = [request.sample for request in ended if request.sample.num_tokens]
+        context = mean([request.sample.num_prompt_tokens + request.sample.num_tokens / 2 for request in ended])
         workers = sights[-1].workers
         return Observation(
             at_s=at_s,
             window_s=self._window_s,
-            num_arrived=round(sum(one.num_arrived * self._window_s / max(1e-9, one.covered_s) for one in sights)),
+            num_arrived=round(sum(sight.num_arrived * self._window_s / max(1e-9, sight.covered_s) for sight in sights)),
             num_ended=len(over),
-            num_late=sum(one.is_late for one in over),
-            num_slow=sum(one.is_slow for one in over),
-            num_waiting=sum(one.num_waiting for one in sights),
+            num_late=sum(request.is_late for request in over),
+            num_slow=sum(request.is_slow for request in over),
+            num_waiting=sum(sight.num_waiting for sight in sights),
             uncached_tokens=quantiles(uncached),
-            answer_tokens=mean([one.num_tokens for one in written]),
+            answer_tokens=mean([sample.num_tokens for sample in written]),
             pools={
                 role: self._pool(role, workers, tuple(pending_since_s.get(role, ())), context, sights[-1].now_s)
                 for role in roles
             },
-            num_silent=num_silent + sum(one.covered_s < self._window_s / 2 for one in sights),
+            num_silent=num_silent + sum(sight.covered_s < self._window_s / 2 for sight in sights),
         )
 
     def _requests(self, sight: GatewaySight) -> Iterable[_SeenRequest]:
@@ -89,7 +89,7 @@ class Observer:
 
     def _begins_late(self, sample: RequestSample, now: float) -> bool:
         """A first token missed the objective, or can no longer keep it, or will never come."""
-        waited_until_s = next(one for one in (sample.first_s, sample.ended_s, now) if one is not None)
+        waited_until_s = next(at_s for at_s in (sample.first_s, sample.ended_s, now) if at_s is not None)
         return sample.failed or waited_until_s - sample.received_s > self._objective.ttft_s
 
     def _is_slow(self, sample: RequestSample) -> bool:
@@ -102,18 +102,18 @@ class Observer:
     def _pool(
         self, role: WorkerRole, workers: Sequence[WorkerSight], pending: tuple[float, ...], context: float, now: float
     ) -> PoolObservation:
-        mine = [one for one in workers if one.role is role]
-        serving = [one for one in mine if one.state == _SERVING]
+        mine = [worker for worker in workers if worker.role is role]
+        serving = [worker for worker in mine if worker.state == _SERVING]
         fit = self._steps[role]
-        for one in serving:
-            if one.decode_step_s > 0 and one.num_running:
-                fit.observe(one.num_running, one.decode_step_s, prior=STEP, now=now)
+        for worker in serving:
+            if worker.decode_step_s > 0 and worker.num_running:
+                fit.observe(worker.num_running, worker.decode_step_s, prior=STEP, now=now)
         line = fit.line(STEP)
-        speeds = [one.prefill_tokens_per_s for one in serving if one.prefill_tokens_per_s > 0]
+        speeds = [worker.prefill_tokens_per_s for worker in serving if worker.prefill_tokens_per_s > 0]
         return PoolObservation(
             serving=len(serving),
             pending_since_s=pending,
-            num_leaving=sum(one.state == _LEAVING for one in mine),
+            num_leaving=sum(worker.state == _LEAVING for worker in mine),
             prefill_tokens_per_s=mean(speeds),
             step_fixed_s=line.fixed_s if fit.known else 0.0,
             step_each_s=line.each_s,
@@ -132,4 +132,4 @@ def _seats(serving: Sequence[WorkerSight], context: float) -> int:
     """Sequences of a mean length that a worker's KV memory holds; 0 if that is not known."""
     if not serving or context <= 0:
         return 0
-    return min(int(one.num_kv_tokens / context) for one in serving)
+    return min(int(worker.num_kv_tokens / context) for worker in serving)

@@ -88,7 +88,7 @@ class PlannedFleet:
     async def sights(self) -> tuple[SeenSight, ...]:
         self._advised_s = now = self._clock()
         self._forget(now)
-        return tuple(SeenSight(sight=one.sight, age_s=now - one.at_s) for one in self._received.values())
+        return tuple(SeenSight(sight=received.sight, age_s=now - received.at_s) for received in self._received.values())
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -104,13 +104,12 @@ class PlannedFleet:
         """The reports that are not late, and the names of gateways whose are."""
         now = self._clock()
         self._forget(now)
-        current = {
-            name: one for name, one in self._received.items() if now - one.at_s <= _LATE_REPORTS * self._period_s()
-        }
-        age_s = min((now - one.at_s for one in current.values()), default=0.0)
+        oldest_s = now - _LATE_REPORTS * self._period_s()
+        current = {name: received for name, received in self._received.items() if received.at_s >= oldest_s}
+        age_s = min((now - received.at_s for received in current.values()), default=0.0)
         silent = tuple(name for name in self._received if name not in current)
-        return SightsNow(sights=tuple(one.sight for one in current.values()), age_s=age_s, silent=silent)
+        return SightsNow(sights=tuple(received.sight for received in current.values()), age_s=age_s, silent=silent)
 
     def _forget(self, now: float) -> None:
         oldest_s = now - _FORGET_WINDOWS * (self._window_s() or ADVICE_WINDOW_S)
-        self._received = {name: one for name, one in self._received.items() if one.at_s >= oldest_s}
+        self._received = {name: received for name, received in self._received.items() if received.at_s >= oldest_s}

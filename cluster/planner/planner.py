@@ -181,15 +181,16 @@ class Planner:
     def _idlest(self, role: WorkerRole) -> str:
         """The serving worker of a role with the least to do; "" without one."""
         workers = self._sights().sights[-1].workers
-        mine = [one for one in workers if one.role is role and one.state == "ready"]
-        return min(mine, key=lambda one: (one.num_running, one.queued_prefill_tokens)).worker_id if mine else ""
+        mine = [worker for worker in workers if worker.role is role and worker.state == "ready"]
+        return (
+            min(mine, key=lambda worker: (worker.num_running, worker.queued_prefill_tokens)).worker_id if mine else ""
+        )
 
     def manual_until_s(self, report: FleetReport) -> float:
         """Until when an operator's change of numbers holds. A fleet that a request woke was changed by no operator, and
         a roll changes no number."""
-        by_hand = [
-            one.at_s for one in report.changes if one.who != NAME and one.kind in (OrderKind.SCALE, OrderKind.FLIP)
-        ]
+        kinds = (OrderKind.SCALE, OrderKind.FLIP)
+        by_hand = [change.at_s for change in report.changes if change.who != NAME and change.kind in kinds]
         return max(by_hand) + self._settings.manual_s if by_hand else 0.0
 
     def _give_up(self, roles: Sequence[WorkerRole], at_s: float) -> None:
@@ -207,11 +208,10 @@ class Planner:
     def _note_pending(self, report: FleetReport, now: float) -> None:
         """Since when each worker is missing that is desired."""
         for role, count in report.desired.counts.items():
-            known = self._pending_since_s.setdefault(role, [])
+            since_s = self._pending_since_s.setdefault(role, [])
             missing = max(0, count - report.serving.get(role, 0))
-            known[:] = (
-                [*known, *[now] * (missing - len(known))] if missing > len(known) else known[len(known) - missing :]
-            )
+            added = missing - len(since_s)
+            since_s[:] = [*since_s, *[now] * added] if added > 0 else since_s[-added:]
 
 
 def measured_times(report: FleetReport, otherwise: ActionTimes) -> ActionTimes:
@@ -245,8 +245,8 @@ def reported(
         arrival_rate=seen.arrival_rate if seen is not None else 0.0,
         num_waiting=seen.num_waiting if seen is not None else 0,
         weighed=tuple(
-            WeighedCounts(counts=dict(one.counts), attainment=one.attainment, cost=one.cost)
-            for one in decision.weighed[:_NUM_WEIGHED]
+            WeighedCounts(counts=dict(fleet.counts), attainment=fleet.attainment, cost=fleet.cost)
+            for fleet in decision.weighed[:_NUM_WEIGHED]
         ),
         change=change,
         refused=refused,

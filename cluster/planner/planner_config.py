@@ -82,14 +82,14 @@ def limits_of(within: str, devices: Mapping[WorkerRole, int], *, absent: Collect
 def parse_bounds(within: str) -> dict[str, tuple[int, int]]:
     """Least and most workers by role, "" for all roles. Raises Misconfigured."""
     bounds: dict[str, tuple[int, int]] = {}
-    for one in within.split(","):
-        found = _BOUNDS.fullmatch(one.strip())
-        least, most = (int(found["least"]), int(found["most"])) if found is not None else (1, 0)
-        if found is None or least > most or not most or (found["role"] or "") in bounds:
+    for part in within.split(","):
+        parsed = _BOUNDS.fullmatch(part.strip())
+        least, most = (int(parsed["least"]), int(parsed["most"])) if parsed is not None else (1, 0)
+        if parsed is None or least > most or not most or (parsed["role"] or "") in bounds:
             raise Misconfigured(
                 f"--autoscale {within}: give the least and the most workers of a pool, as 1:8, or of each pool, as "
                 "prefill=0:4,decode=1:8",
                 param="autoscale",
             )
-        bounds[found["role"] or ""] = (least, most)
+        bounds[parsed["role"] or ""] = (least, most)
     return bounds

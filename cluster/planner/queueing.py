@@ -74,11 +74,11 @@ def first_token_share(
     load = rate * mean_s
     if load >= workers:
         return _OVERLOADED * workers / load
-    variance = math.fsum((one - mean_s) ** 2 for one in times) / len(times)
+    variance = math.fsum((time_s - mean_s) ** 2 for time_s in times) / len(times)
     spread = 1.0 + (variance / mean_s**2 if mean_s else 0.0)
     wait_s = mean_s * spread / 2.0 / (workers - load)  # of those that wait
     waits = erlang_c(workers, load)
-    left = [objective.ttft_s - seen.overhead_s - one for one in times]
+    left = [objective.ttft_s - seen.overhead_s - time_s for time_s in times]
     in_time = [1.0 - waits * math.exp(-slack / wait_s) if slack > 0 and wait_s else float(slack > 0) for slack in left]
     return max(_STABLE, math.fsum(in_time) / len(in_time))
 

@@ -140,11 +140,11 @@ class Scene:
     @property
     def hardware(self) -> str:
         """GPU, model and the number of gateways, in words."""
-        given, worker = self.scenario.hardware, self.settings.worker
-        model = f"{Path(given.model).name}{'' if given.dtype is None else f' in {given.dtype}'}"
+        hardware, worker = self.scenario.hardware, self.settings.worker
+        model = f"{Path(hardware.model).name}{'' if hardware.dtype is None else f' in {hardware.dtype}'}"
         model += ", whole experts on GPUs" if worker.expert_parallel else ""
-        model += f", drafts by {worker.speculate}" if given.acceptance else ""
-        return f"GPU {Path(given.gpu).name}, model {model}{gateways_text(self.scenario.cluster.gateways)}"
+        model += f", drafts by {worker.speculate}" if hardware.acceptance else ""
+        return f"GPU {Path(hardware.gpu).name}, model {model}{gateways_text(self.scenario.cluster.gateways)}"
 
     def schedule(self, config: SimulationConfig, sessions: Sequence[UserSession]) -> list[Fault]:
         """The faults that are written down, and random ones."""
@@ -161,31 +161,32 @@ def make_scene(scenario: Scenario) -> Scene:
     in_file = read_file(Path(scenario.config)) if scenario.config else {}
     if names := without_effect(scenario.settings):
         warn(f"no effect in a simulation: settings.{', settings.'.join(names)}")
-    settings, given = settings_of(merge(in_file, scenario.settings)), scenario.workload
-    load = None if given.trace else _load(given, scenario.seed)
+    settings, workload = settings_of(merge(in_file, scenario.settings)), scenario.workload
+    load = None if workload.trace else _load(workload, scenario.seed)
     return Scene(
         scenario=scenario,
         settings=settings,
         load=load,
-        sessions=_recorded(given) if load is None else generated_at_rate(given.name, load),
+        sessions=_recorded(workload) if load is None else generated_at_rate(workload.name, load),
         faults=[Fault.parse(text) for text in scenario.faults.schedule],
     )
 
 
-def _recorded(given: WorkloadTable) -> list[UserSession]:
+def _recorded(workload: WorkloadTable) -> list[UserSession]:
     """Raises Misconfigured."""
-    sessions = recorded(Path(given.trace), limit=given.requests, speed=given.trace_speed, scale=given.trace_scale)
-    if given.requests is not None and len(sessions) < given.requests:
-        warn(f"workload.requests = {given.requests}: {given.trace} has only {len(sessions):,}")
+    speed, scale = workload.trace_speed, workload.trace_scale
+    sessions = recorded(Path(workload.trace), limit=workload.requests, speed=speed, scale=scale)
+    if workload.requests is not None and len(sessions) < workload.requests:
+        warn(f"workload.requests = {workload.requests}: {workload.trace} has only {len(sessions):,}")
     return sessions
 
 
-def _load(given: WorkloadTable, seed: int) -> GeneratedLoad:
+def _load(workload: WorkloadTable, seed: int) -> GeneratedLoad:
     """Raises Misconfigured."""
     return GeneratedLoad(
-        num_requests=given.requests or least_requests(given.name, given.rate),
-        rate=given.rate,
+        num_requests=workload.requests or least_requests(workload.name, workload.rate),
+        rate=workload.rate,
         seed=seed,
-        prompts=Lengths.parse(given.input_len, param="workload.input_len"),
-        outputs=Lengths.parse(given.output_len, param="workload.output_len"),
+        prompts=Lengths.parse(workload.input_len, param="workload.input_len"),
+        outputs=Lengths.parse(workload.output_len, param="workload.output_len"),
     )

@@ -50,20 +50,20 @@ class SweptClusters:
     @classmethod
     def of(cls, scene: Scene, every: Sequence[ClusterChoice]) -> SweptClusters:
         """Prints why clusters are left out. Raises Misconfigured if none can be tried."""
-        found = cls()
+        clusters = cls()
         for choice in every:
-            found._add(scene, choice)
-        if not found.possible:
-            if not found.overloaded:
-                raise next(iter(found.impossible.values()))
-            raise Misconfigured(f"no cluster can do this load: {found.nearest}", param="cluster")
+            clusters._add(scene, choice)
+        if not clusters.possible:
+            if not clusters.overloaded:
+                raise next(iter(clusters.impossible.values()))
+            raise Misconfigured(f"no cluster can do this load: {clusters.nearest}", param="cluster")
         by_reason: dict[str, list[ClusterChoice]] = {}
-        for choice, error in found.impossible.items():
+        for choice, error in clusters.impossible.items():
             by_reason.setdefault(error.message, []).append(choice)
         for reason, like in by_reason.items():
             others = f" and {counted(len(like) - 1, 'other')}" if len(like) > 1 else ""
             warn(f"left out: {reason} ({like[0]}{others})")
-        return found
+        return clusters
 
     def _add(self, scene: Scene, choice: ClusterChoice) -> None:
         try:
@@ -95,7 +95,7 @@ def sweep_clusters(
 ) -> None:
     """Raises Exit(1) if no cluster meets the objective, Exit(130) after Ctrl-C."""
     clusters = SweptClusters.of(scene, every)
-    room = max((scene.room(config) for config in clusters.possible.values()), key=lambda one: one.num_tokens)
+    room = max((scene.room(config) for config in clusters.possible.values()), key=lambda limit: limit.num_tokens)
     _, left_out = fitting(scene.sessions, room)
     warn_left_out(left_out, room)
     trials = _try_all(scene, clusters.possible, targets)
@@ -123,13 +123,15 @@ def _marks(
         "num_done": len(trials),
         "num_possible": len(clusters.possible),
         "left_out": [
-            {"cluster": scene.cluster(one), "reason": error.message} for one, error in clusters.impossible.items()
+            {"cluster": scene.cluster(choice), "reason": error.message} for choice, error in clusters.impossible.items()
         ],
-        "front": [scene.cluster(one.choice) for one in front(trials)],
+        "front": [scene.cluster(trial.choice) for trial in front(trials)],
         "cheapest": best and scene.cluster(best.choice),
         "targets": [asdict(target) for target in targets],
         "verdict": verdict(trials, targets),
-        "overloaded": [{"cluster": scene.cluster(one), "offered": share} for one, share in clusters.overloaded.items()],
+        "overloaded": [
+            {"cluster": scene.cluster(choice), "offered": share} for choice, share in clusters.overloaded.items()
+        ],
     }
 
 
@@ -233,7 +235,8 @@ def document_of(scene: Scene, command: str, trials: Sequence[SweepTrial]) -> dic
                 "cluster": scene.cluster(trial.choice),
                 "usd_per_hour": trial.usd_per_hour,
                 "targets": [
-                    {"target": str(one.target), "share": one.share, "is_met": one.is_met} for one in trial.reached
+                    {"target": str(reached.target), "share": reached.share, "is_met": reached.is_met}
+                    for reached in trial.reached
                 ],
                 "figures": figures(trial.summary),
             }

@@ -80,22 +80,22 @@ def model_of(name: str, dtype: str | None = None, *, whole_experts: bool = False
 def read_gpu(path: Path) -> Gpu:
     """Reads a GPU's file. `like` names the GPU whose figures replace missing ones, and whose measured shares apply.
     Raises Misconfigured."""
-    given = f"hardware.gpu = {str(path)!r}"
+    subject = f"hardware.gpu = {str(path)!r}"
     described = read_toml(path, "hardware.gpu", "hardware.gpu")
     like = described.pop("like", None)
     if like not in GPUS:
         raise Misconfigured(
-            f"{given}: like = {like!r}: name the GPU of {', '.join(GPUS)} that is most like it: its kernels reach the "
-            "same share of their rates",
+            f"{subject}: like = {like!r}: name the GPU of {', '.join(GPUS)} whose kernels reach the same share of "
+            "their rates",
             param="hardware.gpu",
         )
     for key, value in described.items():
         if key not in GPU_KEYS:
-            raise Misconfigured(f"{given}: {key}: there are like, {', '.join(GPU_KEYS)}", param="hardware.gpu")
+            raise Misconfigured(f"{subject}: {key}: there are like, {', '.join(GPU_KEYS)}", param="hardware.gpu")
         least = 0 if key in ("fp8_tflops", "usd_per_hour") else 1e-3
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= MAX_GPU_FIGURE:
             limits = f"a number from {least:g} to {MAX_GPU_FIGURE:,.0f}"
-            raise Misconfigured(f"{given}: {key} = {value!r}: give {limits}", param="hardware.gpu")
+            raise Misconfigured(f"{subject}: {key} = {value!r}: give {limits}", param="hardware.gpu")
     return replace(GPUS[like], **gpu_figures(described))
 
 

@@ -22,15 +22,15 @@ HOST_S = 0.002
 def check_fitted(gpu_name: str, gpu: Gpu, model_name: str, model: ModelShape) -> None:
     """Raises Misconfigured for a type of weights that the GPU has no products for, or whose products were not
     measured."""
-    given = f"hardware.gpu = {gpu_name!r} with model = {model_name!r}, whose weights are {model.dtype}"
+    subject = f"hardware.gpu = {gpu_name!r} with model = {model_name!r}, whose weights are {model.dtype}"
     if model.computed_in != BFLOAT16 and gpu.fp8_flops is None:
-        able = ", ".join(name for name, one in GPUS.items() if one.fp8_flops is not None)
-        raise Misconfigured(f"{given}: its tensor cores have no FP8: give one of {able}", param="hardware.gpu")
+        able = ", ".join(name for name, other in GPUS.items() if other.fp8_flops is not None)
+        raise Misconfigured(f"{subject}: its tensor cores have no FP8: give one of {able}", param="hardware.gpu")
     kernels = FITTED[gpu.like]
     if model.computed_in not in kernels.products or (
         model.experts is not None and model.experts_computed_in not in kernels.experts
     ):
-        raise Misconfigured(f"{given}: no such kernels were measured: choose another of both", param="hardware.gpu")
+        raise Misconfigured(f"{subject}: no such kernels were measured: choose another of both", param="hardware.gpu")
 
 
 def busiest_share(mean: float, num_gpus: int) -> float:
@@ -107,9 +107,9 @@ class Roofline:
         """The times of decode attention in all layers: constant, per sequence, per KV position read. The heads that
         share a key read it once; absorbed latent attention may be bound by arithmetic, as 128 heads share one key."""
         model, gpu, layers, latent = self.model, self.gpu, self.model.layers, self.model.latent
-        heads, kept = model.heads / self.tp, model.kept_bytes(self.tp) / self.tp / layers
+        heads, kv_bytes = model.heads / self.tp, model.kept_bytes(self.tp) / self.tp / layers
         fitted = self._kernels.attention if latent is None else self._kernels.latent
-        read_s = kept / (gpu.memory_rate * fitted.memory_share)
+        read_s = kv_bytes / (gpu.memory_rate * fitted.memory_share)
         if latent is not None:
             flops = 2 * heads * (2 * latent.kv_rank + latent.rope_dim)
             read_s = max(read_s, flops / (self._rate * fitted.compute_share))
@@ -123,8 +123,8 @@ class Roofline:
         fitted = self._kernels.attention if latent is None else self._kernels.latent
         dims = 2 * model.head_dim if latent is None else latent.nope_dim + latent.rope_dim + latent.value_dim
         attended_s = 2 * heads * dims / (self._rate * fitted.compute_share)
-        kept = model.kept_bytes(self.tp) / self.tp / layers
-        read_s = kept / (self.gpu.memory_rate * fitted.memory_share)
+        kv_bytes = model.kept_bytes(self.tp) / self.tp / layers
+        read_s = kv_bytes / (self.gpu.memory_rate * fitted.memory_share)
         token_s = fitted.element_s * heads * model.head_dim
         return fitted.prefill_fixed_s * layers, token_s * layers, attended_s * layers, read_s * layers
 
@@ -139,10 +139,11 @@ class Roofline:
         widths = [(model.width, model.layers - num_routed)]
         if experts is not None and experts.num_shared:
             widths.append((round(experts.width * experts.num_shared), num_routed))
-        found = []
+        products = []
         for width, count in widths:
-            found += [Product(2 * width / self.tp, model.hidden, count), Product(model.hidden, width / self.tp, count)]
-        return found
+            share = width / self.tp
+            products += [Product(2 * share, model.hidden, count), Product(model.hidden, share, count)]
+        return products
 
     def products_s(self, products: Iterable[Product], num_tokens: float, dtype: str) -> float:
         weight_bytes, computed_in = WEIGHT_BYTES[dtype], COMPUTED_IN[dtype]
@@ -189,11 +190,11 @@ class Roofline:
         heads, layers = model.heads / self.tp, model.layers
         per_head = latent.nope_dim + latent.rope_dim
         down = (latent.query_rank or heads * per_head) + latent.kv_rank + latent.rope_dim
-        found = [Product(down, model.hidden, layers)]
+        products = [Product(down, model.hidden, layers)]
         if latent.query_rank:
-            found.append(Product(heads * per_head, latent.query_rank, layers))
-        found.append(Product(heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, layers))
-        return [*found, Product(model.hidden, heads * latent.value_dim, layers)]
+            products.append(Product(heads * per_head, latent.query_rank, layers))
+        products.append(Product(heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, layers))
+        return [*products, Product(model.hidden, heads * latent.value_dim, layers)]
 
     def _num_routed_layers(self) -> int:
         experts = self.model.experts

@@ -73,7 +73,7 @@ def _described(name: str) -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
-GPUS = {name: Gpu(like=name, **gpu_figures(one)) for name, one in _described("gpus.toml").items()}
+GPUS = {name: Gpu(like=name, **gpu_figures(described)) for name, described in _described("gpus.toml").items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +219,8 @@ def num_blocks(gpu: Gpu, model: ModelShape, *, tp: int, block_size: int, memory_
 
     if (num := fitting(tp, memory_share)) >= 1:
         return num
-    larger = (one for one in range(tp + 1, model.heads + 1) if model.splits(one) and fitting(one, memory_share) >= 1)
-    least = next(larger, None)
+    larger = filter(model.splits, range(tp + 1, model.heads + 1))
+    least = next((num_gpus for num_gpus in larger if fitting(num_gpus, memory_share) >= 1), None)
     fix = f"use {least} GPUs or more (cluster.tp = {least})" if least is not None else "use GPUs with more memory"
     enough = math.ceil(100 * (weights + model.stored_bytes(tp, block_size)) / (gpu.memory_bytes * tp)) / 100
     if enough > 1:

@@ -254,7 +254,7 @@ class Device:
     def _compute(self, batch: Batch) -> StepOutput:
         """The output of a batch. All rows write before any row reads. A sequence with just one new token is not summed
         up again."""
-        rows, known, vocab_size = batch.rows, self._totals, self._vocab_size
+        rows, before, vocab_size = batch.rows, self._totals, self._vocab_size
         added = [self._write(row, self._tokens(row)) for row in rows]
         totals: dict[str, tuple[int, int]] = {}
         outputs = []
@@ -265,7 +265,7 @@ class Device:
             if sample is None:
                 outputs.append(RowOutput(prompt_logprobs=_logprobs(row)) if row.prompt_targets else _NOTHING)
                 continue
-            start, total = known.get(request_id, (-1, 0))
+            start, total = before.get(request_id, (-1, 0))
             if row.draft_ids:
                 first = row.stop - len(row.draft_ids)
                 if start + 1 == first and start == row.start and not self._thorough:

@@ -298,11 +298,11 @@ class SimulatedEngineLoop:
         published: list[SequenceUpdate] = []
         withheld = self._withheld
         for update in updates:
-            known = withheld.get(update.request_id)
-            if known is not None and update.is_plain:
-                known.append(update)
+            waiting = withheld.get(update.request_id)
+            if waiting is not None and update.is_plain:
+                waiting.append(update)
                 continue
-            published += known or ()
+            published += waiting or ()
             published.append(update)
             if update.finish_reason is None:
                 withheld[update.request_id] = []
@@ -310,7 +310,8 @@ class SimulatedEngineLoop:
                 withheld.pop(update.request_id, None)
         scheduler = self._engine.scheduler
         if len(withheld) > 2 * scheduler.num_running + 64:  # some were aborted
-            self._withheld = {one: kept for one, kept in withheld.items() if one in scheduler}
+            for request_id in [request_id for request_id in withheld if request_id not in scheduler]:
+                del withheld[request_id]
         return published
 
     def _publish_load(self, events: KVEvents | None) -> None:

@@ -86,8 +86,8 @@ class SimulatedDrafts:
             return NO_DRAFT
         summed = self.sums[query.request_id]
         sequence = summed.sequence
-        known = len(sequence.prompt_ids) + len(sequence.output_ids)
-        self._add_known(summed, known)
+        num_tokens = len(sequence.prompt_ids) + len(sequence.output_ids)
+        self._add_known(summed, num_tokens)
         index, total, token_ids, is_right = len(sequence.output_ids), summed.total, list[int](), True
         for place in range(query.max_drafts):
             sample = Sample(params=sequence.sampling, index=index + place)
@@ -95,16 +95,16 @@ class SimulatedDrafts:
             chance = self._acceptance[min(place, len(self._acceptance) - 1)]
             is_right = is_right and _share(self._key + crc32(query.request_id.encode()), index + place) < chance
             token_ids.append(token_id if is_right else (token_id + 1) % self._vocab_size)
-            total += kv_term(token_ids[-1], known + place)
+            total += kv_term(token_ids[-1], num_tokens + place)
         return Draft(token_ids=tuple(token_ids), source=self.name)
 
     @staticmethod
-    def _add_known(summed: _Summed, known: int) -> None:
+    def _add_known(summed: _Summed, num_tokens: int) -> None:
         prompt, output = summed.sequence.prompt_ids, summed.sequence.output_ids
-        for position in range(summed.num_tokens, known):
+        for position in range(summed.num_tokens, num_tokens):
             token_id = prompt[position] if position < len(prompt) else output[position - len(prompt)]
             summed.total += kv_term(token_id, position)
-        summed.num_tokens = known
+        summed.num_tokens = num_tokens
 
 
 class TimedDrafts:
@@ -131,7 +131,7 @@ class TimedDrafts:
     def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
         if not queries:
             return []
-        found = self._drafts.propose(queries)
+        drafts = self._drafts.propose(queries)
         first: list[tuple[int, int]] = []  # (computed tokens, context) of each row of a step
         for query in queries:
             summed = self._drafts.sums[query.request_id]
@@ -145,7 +145,7 @@ class TimedDrafts:
         self._mean_len = sum([length for _, length in first]) / len(first)
         self._wait(taken_s)
         self._spent_s += taken_s
-        return found
+        return drafts
 
     def end(self, request_id: str) -> None:
         self._drafts.end(request_id)

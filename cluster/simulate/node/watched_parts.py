@@ -68,8 +68,8 @@ class TicketWatch:
         assert until_s > ticked_s, f"a ticket is live {ticked_s - until_s:.3f} s after its lease"
         tickets = self._role.tickets(0.0)
         if tickets:
-            _check_lanes([one for one in tickets if one.direction == "out"], self._sender)
-            moving = [one for one in tickets if one.direction == "in" and one.state != TicketState.ARRIVED]
+            _check_lanes([ticket for ticket in tickets if ticket.direction == "out"], self._sender)
+            moving = [ticket for ticket in tickets if ticket.direction == "in" and ticket.state != TicketState.ARRIVED]
             _check_lanes(moving, self._receiver)
 
 

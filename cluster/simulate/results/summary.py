@@ -174,9 +174,9 @@ def figures(summary: Summary) -> dict[str, Any]:
 
 def _rounded(value: Any, *, is_time: bool = False) -> Any:
     if isinstance(value, Mapping):
-        return {name: _rounded(one, is_time=is_time or _is_time(name)) for name, one in value.items()}
+        return {name: _rounded(part, is_time=is_time or _is_time(name)) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(one, is_time=is_time) for one in value]
+        return [_rounded(part, is_time=is_time) for part in value]
     return round(value, 6) if is_time and isinstance(value, float) else value
 
 
@@ -262,8 +262,8 @@ def _drafts(served: Sequence[WorkerLife]) -> DraftSummary | None:
     if not loads:
         return None
     counts = [source for load in loads for source in load.sources]
-    drafted = [sum(pair) for pair in zip_longest(*(one.drafted_at for one in counts), fillvalue=0)]
-    accepted = [sum(pair) for pair in zip_longest(*(one.accepted_at for one in counts), fillvalue=0)]
+    drafted = [sum(pair) for pair in zip_longest(*(source.drafted_at for source in counts), fillvalue=0)]
+    accepted = [sum(pair) for pair in zip_longest(*(source.accepted_at for source in counts), fillvalue=0)]
     return DraftSummary(
         tokens_per_row=sum(load.num_tokens for load in loads) / max(1, sum(load.num_rows for load in loads)),
         num_drafted=sum(drafted),

@@ -26,18 +26,18 @@ class SweepTrial:
     @property
     def is_good(self) -> bool:
         """Whether it reaches all targets, and would with a longer load."""
-        return not self.summary.falls_behind and all(one.is_met for one in self.reached)
+        return not self.summary.falls_behind and all(reached.is_met for reached in self.reached)
 
     @property
     def binding(self) -> Reached:
         """The target that it misses by most, or meets with least to spare."""
-        return min(self.reached, key=lambda one: one.ratio)
+        return min(self.reached, key=lambda reached: reached.ratio)
 
 
 def front(trials: Sequence[SweepTrial]) -> list[SweepTrial]:
     """Trials for which no other is both cheaper and better (Pareto front), the cheapest first."""
     best: list[SweepTrial] = []
-    for trial in sorted(trials, key=lambda one: (one.usd_per_hour, -one.binding.ratio)):
+    for trial in sorted(trials, key=lambda trial: (trial.usd_per_hour, -trial.binding.ratio)):
         if not best or trial.binding.ratio > best[-1].binding.ratio:
             best.append(trial)
     return best
@@ -64,17 +64,17 @@ def verdict(trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget]) -
         if nearest is None:
             return f"no cluster reaches {wanted}; none for a single request"
         return f"no cluster reaches {wanted}; the closest is {nearest.choice}: {_misses(nearest)}"
-    found = f"the cheapest that reaches {' and '.join(map(str, targets))}: {best.choice}, "
-    found += f"USD {usd_figure(best.usd_per_hour)} an hour"
+    text = f"the cheapest that reaches {' and '.join(map(str, targets))}: {best.choice}, "
+    text += f"USD {usd_figure(best.usd_per_hour)} an hour"
     if (busiest := best.summary.busiest) is not None:
-        found += f", whose {busiest.role} pool is offered {busiest.offered:.0%} of what it can do"
+        text += f", whose {busiest.role} pool is offered {busiest.offered:.0%} of what it can do"
     if best.summary.unsteady:
-        found += f" (not steady: {best.summary.unsteady})"
+        text += f" (not steady: {best.summary.unsteady})"
     cheaper = [trial for trial in trials if trial.usd_per_hour < best.usd_per_hour]
     if not cheaper:
-        return f"{found}. No cheaper one was tried"
+        return f"{text}. No cheaper one was tried"
     missed = max(cheaper, key=lambda trial: trial.binding.ratio)
-    return f"{found}. Of the cheaper ones the best is {missed.choice}: {_misses(missed)}"
+    return f"{text}. Of the cheaper ones the best is {missed.choice}: {_misses(missed)}"
 
 
 def _misses(trial: SweepTrial) -> str:
@@ -98,17 +98,17 @@ def sweep_table(trials: Sequence[SweepTrial]) -> Table:
     on_front, best = front(trials), cheapest(trials)
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("cluster", no_wrap=True)
-    targets = [one.target.name for one in trials[0].reached] if trials else []
+    targets = [reached.target.name for reached in trials[0].reached] if trials else []
     goodput = ["goodput"] if any(trial.summary.report.goodput is not None for trial in trials) else []
     for name in ("GPUs", "USD/h", *targets, *goodput, "TTFT p99", "TPOT p99", "busiest pool", "front"):
         table.add_column(name, justify="right", no_wrap=True)
-    for trial in sorted(trials, key=lambda one: (one.usd_per_hour, str(one.choice))):
+    for trial in sorted(trials, key=lambda trial: (trial.usd_per_hour, str(trial.choice))):
         report = trial.summary.report
         table.add_row(
             Text(str(trial.choice), "bold green" if trial is best else ""),
             f"{trial.choice.num_gpus}",
             usd_figure(trial.usd_per_hour),
-            *(Text(one.figure, "" if one.is_met else "red") for one in trial.reached),
+            *(Text(reached.figure, "" if reached.is_met else "red") for reached in trial.reached),
             *([f"{report.goodput or 0:,.2f}"] if goodput else []),
             f"{report.ttft_s.p99 * 1000:,.0f}" if report.ttft_s else "",
             f"{report.tpot_s.p99 * 1000:,.1f}" if report.tpot_s else "",

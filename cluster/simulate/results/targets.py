@@ -30,8 +30,8 @@ class PercentileTarget:
     @classmethod
     def parse(cls, text: str) -> PercentileTarget:
         """Parses "ttft p90 < 2 s" or "tpot p99 50ms". Raises Misconfigured."""
-        found = _TEXT.fullmatch(text.strip().lower())
-        metric, percent, bound, unit = found.groups() if found else ("", "0", "0", "s")
+        parsed = _TEXT.fullmatch(text.strip().lower())
+        metric, percent, bound, unit = parsed.groups() if parsed else ("", "0", "0", "s")
         if metric not in METRICS or not 0 < float(percent) < 100 or not float(bound) > 0:
             raise Misconfigured(
                 f"objectives.targets: {text!r}: give a metric of {', '.join(METRICS)}, a percentile between p0 and "

@@ -69,15 +69,15 @@ def autoscaling(settings: PlannerSettings, planned: PlannedRun) -> Steer:
 
 
 def _seen(deployment: SimulatedDeployment, window_s: float) -> SightsNow:
-    return SightsNow(sights=[_sight(one, window_s) for one in deployment.gateways if one.alive])
+    return SightsNow(sights=[_sight(gateway, window_s) for gateway in deployment.gateways if gateway.alive])
 
 
 def _sight(gateway: SimulatedGateway, window_s: float) -> GatewaySight:
     now = loop_time()
-    samples = [sample_of(one) for one in gateway.records.recent(MAX_RECORDS)]
-    touching = [one for one in samples if one.ended_s is None or one.ended_s >= now - window_s]
+    samples = [sample_of(record) for record in gateway.records.recent(MAX_RECORDS)]
+    touching = [sample for sample in samples if sample.ended_s is None or sample.ended_s >= now - window_s]
     return sight_of(
         gateway.name, touching, gateway.fleet.status(), now=now, covered_s=window_s,
-        num_arrived=sum(one.received_s >= now - window_s for one in touching),
+        num_arrived=sum(sample.received_s >= now - window_s for sample in touching),
         num_waiting=gateway.admission.num_waiting,
     )  # fmt: skip

@@ -103,8 +103,8 @@ def _numbers(name: str, value: Counts, *, least: int = 0) -> list[int]:
     return list(dict.fromkeys(numbers))
 
 
-def _policies(given: str | Sequence[str]) -> list[str]:
-    names = [given] if isinstance(given, str) else given
+def _policies(policies: str | Sequence[str]) -> list[str]:
+    names = [policies] if isinstance(policies, str) else policies
     for name in names or [""]:
         if name not in NAMES:
             raise Misconfigured(

@@ -102,7 +102,7 @@ class Clients:
         """Returns when every session has ended."""
         self._start_s = self._loop.time()
         async with asyncio.TaskGroup() as group:
-            for session in sorted(sessions, key=lambda one: (one.due_s, one.number)):
+            for session in sorted(sessions, key=lambda session: (session.due_s, session.number)):
                 await asyncio.sleep(max(0.0, self._start_s + session.due_s - self._loop.time()))
                 group.create_task(self._session(session), name=f"session {session.number}")
 
@@ -261,7 +261,7 @@ class Clients:
 
     def _deciders(self, gateway: SimulatedGateway, request_id: str) -> str:
         decisions = gateway.dispatcher.decision(request_id)
-        return ",".join(f"{one.prefill or ALONE}>{one.decode}" for one in decisions)
+        return ",".join(f"{decision.prefill or ALONE}>{decision.decode}" for decision in decisions)
 
 
 def _check_prompt_logprobs(job: Job, delta: TokenDelta, num_before: int) -> int:

@@ -50,8 +50,8 @@ class SimulatedGateway:
         self._client: FakeRedisClient | None = None
         if store is not None:
             self._client = FakeRedisClient(store)
-            kept = Store(self._client, model=config.router.model_name, gateway_id=name)
-            self.feed = RedisFeed(self.local, kept)
+            gateway_store = Store(self._client, model=config.router.model_name, gateway_id=name)
+            self.feed = RedisFeed(self.local, gateway_store)
         router = build_router(
             config.router,
             feed=self.feed,

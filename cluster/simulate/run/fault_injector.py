@@ -245,5 +245,5 @@ class EventTrouble:
         if not self._kept:
             self._kept = events
             return ()
-        kept, self._kept = self._kept, ()
-        return events + kept
+        earlier, self._kept = self._kept, ()
+        return events + earlier

@@ -127,17 +127,17 @@ class Invariants:
     def _lives(self) -> dict[str, int]:
         """The lives of workers without a reason to end."""
         workers = self._deployment.workers.values()
-        return {one.worker_id: one.info.incarnation for one in workers if not one.engine.draining}
+        return {worker.worker_id: worker.info.incarnation for worker in workers if not worker.engine.draining}
 
     def _missing(self) -> list[str]:
         """The workers that do not serve."""
         deployment = self._deployment
         gone = [plan.worker_id for plan in deployment.plans if plan.worker_id not in deployment.workers]
         return [f"{worker_id} was not started again" for worker_id in gone] + [
-            f"{gateway.name} takes {known.worker_id} for {known.state}"
+            f"{gateway.name} takes {member.worker_id} for {member.state}"
             for gateway in deployment.gateways
-            for known in gateway.fleet.status()
-            if known.state is not WorkerState.READY
+            for member in gateway.fleet.status()
+            if member.state is not WorkerState.READY
         ]
 
     def _check_idle(self, gateway: SimulatedGateway) -> None:
@@ -145,10 +145,12 @@ class Invariants:
         gateway.admission.assert_idle()
         gateway.dispatcher.assert_idle()
         members = gateway.fleet.status()
-        assert {known.worker_id for known in members} == self._deployment.workers.keys()
-        for known in members:
-            assert not known.num_routed, f"{gateway.name} counts {known.num_routed} on their way to {known.worker_id}"
-            self._check_index(gateway, self._deployment.workers[known.worker_id])
+        assert {member.worker_id for member in members} == self._deployment.workers.keys()
+        for member in members:
+            assert not member.num_routed, (
+                f"{gateway.name} counts {member.num_routed} on their way to {member.worker_id}"
+            )
+            self._check_index(gateway, self._deployment.workers[member.worker_id])
 
     def _check_index(self, gateway: SimulatedGateway, worker: SimulatedWorker) -> None:
         """Checks that a gateway with all events knows exactly the cached blocks."""
@@ -157,8 +159,8 @@ class Invariants:
         assert received <= published, f"{gateway.name} has heard of {received}, {worker.worker_id} has said {published}"
         if received < published:  # the last events were lost: the next message reveals the gap
             return
-        known, cached = _blocks(gateway.local.blocks(worker.worker_id)), _blocks(worker.engine.pool.snapshot())
-        stale, unknown = len(known - cached), len(cached - known)
+        indexed, cached = _blocks(gateway.local.blocks(worker.worker_id)), _blocks(worker.engine.pool.snapshot())
+        stale, unknown = len(indexed - cached), len(cached - indexed)
         assert not stale, f"{gateway.name} knows of {stale} blocks that {worker.worker_id} does not have any more"
         assert self._forgetful or not unknown, f"{gateway.name} knows nothing of {unknown} blocks of {worker.worker_id}"
 

@@ -117,7 +117,7 @@ def settings_of(tables: Table) -> ClusterConfig:
 
 def without_effect(tables: Table) -> list[str]:
     """The settings in these tables that change no result of a simulation."""
-    return [path for path, _ in paths_of(tables) if any(f"{path}.".startswith(f"{one}.") for one in WITHOUT_EFFECT)]
+    return [path for path, _ in paths_of(tables) if any(f"{path}.".startswith(f"{name}.") for name in WITHOUT_EFFECT)]
 
 
 def gateways_text(num: int) -> str:

@@ -73,8 +73,10 @@ class SoakTrial:
             pools = f"{numbers[WorkerRole.PREFILL]}P+{numbers[WorkerRole.DECODE]}D"
         gateways = gateways_text(config.num_gateways)
         memory = f"{spec.num_blocks:,} blocks of {spec.layout.block_size} tokens"
-        kept = _kept(spec.layout) + (", drafts" if spec.drafter is not None else "")
-        return f"{pools} tp{config.num_gpus} {config.router.policy}, GPU {GPU}, model {MODEL}{kept}{gateways}, {memory}"
+        parts = _kept(spec.layout) + (", drafts" if spec.drafter is not None else "")
+        return (
+            f"{pools} tp{config.num_gpus} {config.router.policy}, GPU {GPU}, model {MODEL}{parts}{gateways}, {memory}"
+        )
 
 
 def trial(seed: int) -> SoakTrial:

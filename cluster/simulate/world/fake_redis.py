@@ -127,8 +127,8 @@ class Server:
         return bool(self.get(key) == gateway_id.encode())
 
     def _knows_later(self, key: str, incarnation: str) -> bool:
-        known = (self.get(key) or {}).get(b"incarnation")
-        return known is not None and known > incarnation.encode()
+        present = (self.get(key) or {}).get(b"incarnation")
+        return present is not None and present > incarnation.encode()
 
     def _acquire(self, keys: Sequence[str], arguments: Sequence[Any]) -> int:
         gateway_id, incarnation, lease_ms = arguments
@@ -193,9 +193,9 @@ class FakeRedisClient:
         self.dead = False
         self._server = server
 
-    async def eval(self, script: str, num_keys: int, *given: Any) -> Any:
+    async def eval(self, script: str, num_keys: int, *arguments: Any) -> Any:
         await self._travel()
-        return await self._answer(self._server.eval(script, given[:num_keys], given[num_keys:]))
+        return await self._answer(self._server.eval(script, arguments[:num_keys], arguments[num_keys:]))
 
     async def mget(self, keys: Sequence[str]) -> list[bytes | None]:
         await self._travel()
@@ -220,18 +220,18 @@ class FakeRedisClient:
 
     async def xread(self, places: Mapping[str, str], *, count: int, block: int | None) -> list[Any]:
         await self._travel()
-        found = self._found(places, count)
-        if not found and block is not None:
+        entries = self._found(places, count)
+        if not entries and block is not None:
             await self._server.wait_for_change(block / 1000)
-            found = self._found(places, count)
-        return await self._answer(found)
+            entries = self._found(places, count)
+        return await self._answer(entries)
 
     async def aclose(self) -> None:
         """Does nothing: there is no connection to close."""
 
     def _found(self, places: Mapping[str, str], count: int) -> list[Any]:
         entries = {key: self._server.after(key, place, count) for key, place in places.items()}
-        return [[key.encode(), found] for key, found in entries.items() if found]
+        return [[key.encode(), listed] for key, listed in entries.items() if listed]
 
     async def _answer(self, answer: Result) -> Result:
         """Returns an answer after the delay. A command takes effect even if its answer is lost."""

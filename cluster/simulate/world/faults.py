@@ -66,17 +66,17 @@ class Fault:
     @classmethod
     def parse(cls, text: str) -> Fault:
         """Raises Misconfigured."""
-        found = _TEXT.fullmatch(" ".join(text.split()))
-        if found is None or found["kind"] not in set(Kind):
+        parsed = _TEXT.fullmatch(" ".join(text.split()))
+        if parsed is None or parsed["kind"] not in set(Kind):
             raise _unread(text, f"kinds are {', '.join(Kind)}")
-        kind, lasts, amount = Kind(found["kind"]), found["lasts"], found["amount"]
+        kind, lasts, amount = Kind(parsed["kind"]), parsed["lasts"], parsed["amount"]
         for name, number, kinds in (("for", lasts, LASTING), ("by", amount, MEASURED)):
             if number is not None and kind not in kinds:
                 raise _unread(text, f"{kind} has no {name!r}, leave it out: those that have are {', '.join(kinds)}")
         fault = cls(
-            at_s=float(found["at"]),
+            at_s=float(parsed["at"]),
             kind=kind,
-            target=found["target"],
+            target=parsed["target"],
             duration_s=DURATION_S if lasts is None else float(lasts),
             amount=(1.0 if kind is Kind.ABORTS else AMOUNT) if amount is None else float(amount),
         )

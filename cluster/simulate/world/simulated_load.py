@@ -340,8 +340,8 @@ class SessionLimit:
 
 def fitting(sessions: Sequence[UserSession], room: SessionLimit) -> tuple[list[UserSession], list[UserSession]]:
     """The sessions whose last turn fits, and the others. Raises Misconfigured if none fits."""
-    kept = [session for session in sessions if session.num_tokens <= room.num_tokens]
-    if not kept:
+    fits = [session for session in sessions if session.num_tokens <= room.num_tokens]
+    if not fits:
         shortest = min(session.num_tokens for session in sessions)
         raise Misconfigured(
             f"every session is longer (the shortest: {shortest:,} tokens, prompts and answers) than the "
@@ -349,7 +349,7 @@ def fitting(sessions: Sequence[UserSession], room: SessionLimit) -> tuple[list[U
             "output_len or trace_scale, or raise the limit",
             param="workload.input_len",
         )
-    return kept, [session for session in sessions if session.num_tokens > room.num_tokens]
+    return fits, [session for session in sessions if session.num_tokens > room.num_tokens]
 
 
 def _turn(kind: int, number: int, load: GeneratedLoad, rng: random.Random) -> SessionTurn:
