@@ -39,8 +39,8 @@ log = logging.getLogger("baton.cluster")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetRecord:
-    """The state that survives the owner. `configured`: the fleet of the settings with which the owner began, and
-    `origin` the digest of their worker settings; other settings take precedence over the record."""
+    """The state that survives the owner. `configured`: the fleet of the settings with which the owner began; `origin`:
+    the digest of their worker settings. Other settings take precedence over the record."""
 
     configured: DesiredFleet
     desired: DesiredFleet
@@ -60,8 +60,7 @@ Revise = Callable[[Revision, FleetOrder], Revision]
 
 @dataclass(slots=True)
 class UnderWay:
-    """The roll of a change, on its way or on its way back; without a task the way back has failed, and workers of two
-    revisions are there."""
+    """The roll of a change. Without a task the way back has failed, and workers of two revisions are there."""
 
     roll: FleetRoll
     number: int
@@ -69,11 +68,9 @@ class UnderWay:
     task: asyncio.Task[None] | None = None
 
     def mix_for(self, to: Revision) -> RollMix:
-        """The present mix, for another roll after a way back that failed."""
         return self.roll.mix.reversed() if to == self.roll.former else self.roll.mix.all_older()
 
     def refusal(self) -> InvalidRequest:
-        """The refusal of an order that waits for the roll's end."""
         if not self.is_back:
             problem = f"change {self.number} rolls the fleet: wait for its end, or `baton roll --abort`"
         elif self.task is not None:
@@ -94,10 +91,9 @@ class UnderWay:
 
 
 class FleetController:
-    """The `FleetOwner` where the desired fleet lives, on one event loop. `record` is that of an earlier owner, and must
-    be of the same `configured` fleet. `store`: None if the workers end with the owner. `revise`: None if the fleet
-    cannot be rolled. `origin`: the digest of its worker settings. `cut_off`: the roll of an earlier owner, whose
-    workers of two revisions go on. `wall_clock`: seconds since 1970."""
+    """The `FleetOwner` where the desired fleet lives, on one event loop. `record`: of an earlier owner with the same
+    `configured` fleet. `store`: None if the workers end with the owner. `revise`: None if the fleet cannot be rolled.
+    `cut_off`: the roll of an earlier owner. `wall_clock`: seconds since 1970."""
 
     def __init__(
         self,
@@ -129,7 +125,7 @@ class FleetController:
 
     @property
     def changes(self) -> Sequence[FleetChange]:
-        """The latest changes, oldest first."""
+        """Oldest first."""
         return self._record.changes
 
     async def view(self) -> FleetReport:
@@ -165,7 +161,6 @@ class FleetController:
         return change
 
     def _add(self, order: FleetOrder, after: DesiredFleet) -> FleetChange:
-        """Records a change that has begun."""
         number = self._record.changes[-1].number + 1 if self._record.changes else 1
         self._end_replaced(number, order)
         change = self._new_change(order, after, number=number)
@@ -182,7 +177,7 @@ class FleetController:
         return task
 
     async def ended(self, number: int) -> FleetChange:
-        """Returns the change when it is no longer under way. Raises InvalidRequest for an unknown one."""
+        """Returns the change once it has ended. Raises InvalidRequest for an unknown one."""
         while True:
             change = next((latest for latest in self._record.changes if latest.number == number), None)
             if change is None:
@@ -192,7 +187,6 @@ class FleetController:
             await self._changed.wait()
 
     async def close(self) -> None:
-        """Stops following changes; the workers stay as they are."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -212,7 +206,7 @@ class FleetController:
         raise InvalidRequest(f"an order of the kind {order.kind} needs a worker and a role", param="role")
 
     def _awake(self) -> DesiredFleet:
-        """The latest fleet that was not asleep, at the present revision."""
+        """Returns the latest fleet that was not asleep, at the present revision."""
         fleets = (self.desired, *(change.before for change in reversed(self._record.changes)), self._record.configured)
         awake = next(fleet for fleet in fleets if not fleet.is_asleep)
         return replace(awake, revision=self.desired.revision)
@@ -255,7 +249,6 @@ class FleetController:
         return change
 
     async def _abort(self, order: FleetOrder) -> FleetChange:
-        """The roll's change ends as replaced; the way back is the order's."""
         rolling = self._rolling
         if rolling is None:
             raise InvalidRequest("no roll is under way that could be aborted", param="kind")
@@ -265,7 +258,6 @@ class FleetController:
         return await self._go_back(rolling, order, replace(self.desired, revision=former))
 
     async def _go_back(self, rolling: UnderWay, order: FleetOrder, after: DesiredFleet) -> FleetChange:
-        """The way back begins, again or with other numbers of workers."""
         if rolling.task is not None:
             rolling.task.cancel()
             await asyncio.gather(rolling.task, return_exceptions=True)
@@ -279,8 +271,8 @@ class FleetController:
         return change
 
     async def _follow_roll(self, rolling: UnderWay, before: DesiredFleet) -> None:
-        """`before`: the fleet after a failure. A roll that fails goes back by itself, once: a way back that fails ends
-        the change with its reason, and workers of both revisions stay until the next order."""
+        """A roll that fails goes back by itself, once. If that fails, too, the change ends with its reason, and workers
+        of both revisions stay until the next order. `before`: the fleet after a failure."""
         failure, reason = "", ""
         if not rolling.is_back and (failure := await self._failure_of(rolling.roll.run(), "the roll")):
             rolling.is_back = True
@@ -294,7 +286,7 @@ class FleetController:
 
     @staticmethod
     async def _failure_of(work: Awaitable[None], what: str) -> str:
-        """Why the work failed; "" if it succeeded. A change must not stay under way for ever, whatever is raised."""
+        """Returns why the work failed, or "". A change must not stay under way for ever, whatever is raised."""
         try:
             await work
         except BatonError as error:
@@ -313,8 +305,8 @@ class FleetController:
             self._end(change.number, ChangeState.REACHED if is_there else ChangeState.REPLACED)
 
     def _end(self, number: int, state: ChangeState, reason: str = "") -> None:
-        """Records the outcome of a change, unless another change has replaced it. After a failure the fleet is what the
-        actuator still wants."""
+        """Records the outcome of a change that no other has replaced. After a failure the fleet is what the actuator
+        wants."""
         latest = self._record.changes[-1]
         if latest.number != number or latest.state is not ChangeState.UNDER_WAY:
             return
@@ -327,7 +319,6 @@ class FleetController:
         self._save(record)
 
     def _end_replaced(self, number: int, order: FleetOrder) -> None:
-        """The change that is under way gives way to the change of this number and order."""
         if self._record.changes and self._record.changes[-1].state is ChangeState.UNDER_WAY:
             who = order.who or "an operator"
             is_abort = order.kind is OrderKind.ABORT
@@ -342,9 +333,9 @@ class FleetController:
 
 
 def continued(record: FleetRecord | None, configured: DesiredFleet, origin: str = "") -> FleetRecord | None:
-    """The record of an earlier owner, if it began with the same settings. Changes that were under way have ended with
-    it: its workers are started anew, and those of a roll with the former revision. With other worker settings than the
-    earlier owner's the fleet has those, and no revision."""
+    """Returns the record of an earlier owner that began with the same settings. Its changes have ended with it: its
+    workers are started anew, those of a roll with the former revision. With other worker settings there is no revision.
+    """
     if record is None or record.configured != configured:
         return None
     latest = record.changes[-1] if record.changes else None
@@ -356,12 +347,10 @@ def continued(record: FleetRecord | None, configured: DesiredFleet, origin: str 
 
 
 def as_cut_off(changes: Sequence[FleetChange]) -> tuple[FleetChange, ...]:
-    """The changes, as the next owner records them."""
     return tuple(map(_cut_off, changes))
 
 
 def _cut_off(change: FleetChange) -> FleetChange:
-    """A change whose owner has ended before it had, as the next owner knows it."""
     if change.state is not ChangeState.UNDER_WAY:
         return change
     if change.kind is OrderKind.ROLL:

@@ -1,12 +1,12 @@
 """The desired fleet in Redis: its owner's record, and calls of the owner by gateways elsewhere.
 
-    baton:fleet              the record of the owner, JSON; outlives the owner
-    baton:fleet:living       the owner's workers, JSON; they and it outlive the owner
-    baton:fleet:learned      what the planner has learned of the load, JSON; outlives the planner
-    baton:fleet:calls        calls that no owner has taken yet (a list)
-    baton:fleet:reply:<id>   the reply to a call (a list of one); expires
+baton:fleet              the owner's record, JSON
+baton:fleet:living       the owner's workers, JSON
+baton:fleet:learned      what the planner has learned of the load, JSON
+baton:fleet:calls        calls that no owner has taken yet (a list)
+baton:fleet:reply:<id>   the reply to a call (a list of one); expires
 
-Where several fleets share a Redis, the keys of the fleet b begin with "baton@b:".
+The keys of a second fleet b begin with "baton@b:".
 
 gateway ── RPUSH call ─▶ list ── BLPOP ─▶ owner ── RPUSH reply ─▶ list ── BLPOP ─▶ gateway
 """
@@ -65,8 +65,7 @@ def reply_key(fleet: str, reply_id: str) -> str:
 
 
 class FleetCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a `method` of CapacityOwner, with its argument. After `until_s` (seconds since 1970) its sender has
-    given up."""
+    """A call of a `method` of CapacityOwner. After `until_s` (seconds since 1970) its sender has given up."""
 
     reply_id: str
     until_s: float
@@ -92,7 +91,7 @@ class RedisKept(Generic[Kept]):
         self._task = asyncio.create_task(self._keep_saving(), name=what)
 
     async def load(self) -> Kept | None:
-        """The latest value; None if there is none that can be read. Raises the errors of Redis."""
+        """Returns None if there is no value that can be read. Raises the errors of Redis."""
         packed = await self._client.get(self._key)
         if packed is None:
             return None
@@ -134,7 +133,6 @@ class RedisKept(Generic[Kept]):
 
 
 def record_of(client: Redis, fleet: str = "") -> RedisKept[FleetRecord]:
-    """A `FleetStore`."""
     return RedisKept(client, record_key(fleet), FleetRecord, "the fleet's record")
 
 
@@ -149,7 +147,7 @@ def learned_of(client: Redis, fleet: str = "") -> RedisKept[LearnedLoad]:
 async def serve_calls(
     client: Redis, owner: CapacityOwner, *, fleet: str = "", wall_clock: Callable[[], float] = time.time
 ) -> None:
-    """Replies to gateways' calls until cancelled, also while Redis comes and goes."""
+    """Replies to gateways' calls until cancelled. An outage of Redis only delays it."""
     replying: set[asyncio.Task[None]] = set()
     while True:
         raise_if_cancelled()
@@ -198,7 +196,7 @@ async def _result(call: FleetCall, owner: CapacityOwner) -> object:
 
 
 class RedisFleetOwner:
-    """The `CapacityOwner` of `baton pools` or `baton serve`, as a gateway in another process reaches it."""
+    """The `CapacityOwner` as a gateway in another process reaches it."""
 
     def __init__(self, url: str, *, fleet: str = "", wall_clock: Callable[[], float] = time.time) -> None:
         self._url = url
@@ -244,7 +242,7 @@ class RedisFleetOwner:
         return msgspec.json.decode(reply.result, type=kind)
 
     async def _exchange(self, client: Redis, packed: str, reply_id: str) -> FleetReply | None:
-        """None without a reply in time."""
+        """Returns None without a reply in time."""
         await client.rpush(calls_key(self._fleet), packed)
         until_s = self._wall_clock() + REPLY_S
         while self._wall_clock() < until_s:

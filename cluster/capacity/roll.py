@@ -1,9 +1,9 @@
-"""Replaces the workers of a fleet by those of another revision, some at a time, while requests go on.
+"""Replaces the workers of a fleet by those of another revision while requests go on.
 
-older 1 + 3 ─▶ newer workers start, at most `surge` of each pool more than there should be ─▶ they serve
-                   ▲                                                                              │
-                   └── older ones drain: their sequences move to others of the same revision ◀────┘
-the last older ones: gateways begin nothing with them any more ─▶ their answers end ─▶ they drain
+older 1 + 3 ─▶ newer workers start, at most `surge` of each pool too many ─▶ they serve
+                   ▲                                                              │
+                   └── older ones drain: their sequences move to older ones ◀─────┘
+the last older ones: gateways begin nothing with them ─▶ their answers end ─▶ they drain
 a newer worker can never start: the same backwards
 """
 
@@ -37,35 +37,35 @@ class FleetActuator(Protocol):
         revision: Revision | None = None,
         kept: Mapping[WorkerRole, int] | None = None,
     ) -> Awaitable[None]:
-        """Makes these the desired numbers of workers of this `revision`, which all later calls without one mean, too,
-        and `kept` of those with others; workers in `flips` change their roles. Raises Misconfigured if the machines
-        cannot hold them, and Unavailable if this cannot be known now; then nothing has changed.
+        """Desires these numbers of workers of this `revision` (the last one, if none is given) and `kept` of others;
+        workers in `flips` change roles. Raises Misconfigured if the machines cannot hold them, Unavailable if this
+        cannot be known now; then nothing has changed.
 
-        The result returns when the fleet is reached, or a later call has replaced it. It raises the BatonError of a new
-        worker that will never start, which is not desired any more then.
+        The result returns when the fleet is reached or replaced. It raises the BatonError of a worker that will never
+        start.
         """
         ...
 
     def roles(self) -> Mapping[str, WorkerRole]:
-        """The desired workers' roles by id."""
+        """Returns the desired workers' roles by id."""
         ...
 
     def serving(self) -> Mapping[str, WorkerRole]:
-        """The present roles of the workers that serve, by id."""
+        """Returns the present roles of the workers that serve, by id."""
         ...
 
     def waiting_for(self) -> Sequence[str]:
-        """A phrase for each worker that keeps the desired fleet from being reached."""
+        """Returns a phrase for each worker that keeps the desired fleet from being reached."""
         ...
 
     def start_s(self) -> float:
-        """The median seconds of the latest starts of workers; 0 before the first."""
+        """Returns the median seconds of the latest starts of workers; 0 before the first."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollMix:
-    """How many workers there are of each role: with the revision that the fleet is to have, and with others."""
+    """Workers of each role, with the revision that the fleet is to have, and with others."""
 
     newer: Counts
     older: Counts
@@ -78,15 +78,14 @@ class RollMix:
         return RollMix(newer=self.older, older=self.newer)
 
     def all_older(self) -> RollMix:
-        """For a third revision."""
         both = {role: self.newer[role] + self.older[role] for role in self.newer}
         return RollMix(newer=dict.fromkeys(both, 0), older=both)
 
 
 def next_mix(mix: RollMix, counts: Mapping[WorkerRole, int], surge: int) -> RollMix | None:
-    """The next step to a fleet of `counts` workers; None if it is there. A step either starts workers or ends some. Of
-    the older revision each pool keeps a worker until the newer one is complete, so that both can serve; without a surge
-    it ends with its last worker."""
+    """Returns the next step to a fleet of `counts` workers; None if it is there. A step either starts workers or ends
+    some. Each pool keeps an older worker until the newer revision is complete; without a surge it ends with its last
+    worker."""
     growing = {role: count for role, count in counts.items() if mix.newer[role] < count}
     needed = {role: growing.get(role, 0) - mix.newer[role] for role in counts}
     if growing and surge:
@@ -105,8 +104,8 @@ def next_mix(mix: RollMix, counts: Mapping[WorkerRole, int], surge: int) -> Roll
 
 
 class FleetRoll:
-    """One roll of a fleet of `counts` workers. Call `start`, then `run`; after an error or a cancelled run, `turn` and
-    `resume`. After an error on the way back, and for other numbers of workers (`resize`), `resume` again."""
+    """A roll of a fleet of `counts` workers. Call `start`, then `run`; after an error or a cancelled run `turn` and
+    `resume`; after an error on the way back, or a `resize`, `resume` again."""
 
     def __init__(
         self,
@@ -118,7 +117,7 @@ class FleetRoll:
         surge: int,
         mix: RollMix | None = None,
     ) -> None:
-        """`mix`: what is there, if not `counts` workers of the former revision."""
+        """`mix`: the workers that are there, if not `counts` of the former revision."""
         self._actuator = actuator
         self._counts = dict(counts)
         self._surge = surge
@@ -129,8 +128,8 @@ class FleetRoll:
         self._next: RollMix | None = None
 
     async def start(self) -> None:
-        """Begins the first step. Raises InvalidRequest if the machines cannot hold it, or if nothing would serve
-        meanwhile, and Unavailable; then nothing has changed."""
+        """Begins the first step. Raises InvalidRequest if the machines cannot hold it or nothing would serve, and
+        Unavailable; then nothing has changed."""
         answering = [role for role in self._counts if role is not WorkerRole.PREFILL]
         lone = [role for role in answering if self._counts[role] == 1]
         if not self._surge and lone:
@@ -161,22 +160,20 @@ class FleetRoll:
             await self._begin_in_time(mix)
 
     def turn(self) -> None:
-        """From now on what has been started of the revision is to be replaced by the former one."""
+        """Swaps the revisions: what was started is replaced."""
         self.former, self.to, self.mix = self.to, self.former, self.mix.reversed()
 
     def resize(self, counts: Mapping[WorkerRole, int]) -> None:
-        """Other numbers of workers at the end; no more than these are there meanwhile."""
         newer = {role: min(self.mix.newer[role], count) for role, count in counts.items()}
         older = {role: min(self.mix.older[role], count - newer[role]) for role, count in counts.items()}
         self._counts, self.mix = dict(counts), RollMix(newer=newer, older=older)
 
     async def resume(self) -> None:
-        """Runs on from the latest mix that was reached: without workers that were about to start."""
+        """Runs on from the latest mix that was reached."""
         await self._begin_in_time(self.mix)
         await self.run()
 
     async def _begin_in_time(self, mix: RollMix) -> None:
-        """Waits for a supervisor, and for room."""
         while True:
             try:
                 return await self._begin(mix)

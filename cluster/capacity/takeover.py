@@ -1,5 +1,4 @@
-"""A controller goes on with the workers of an earlier one: with their numbers, revisions and settings, and with orders
-that lead from there to its own configuration.
+"""A controller goes on with the workers of an earlier one.
 
 workers as they are ─▶ a roll that was cut off: ABORT │ other numbers: SCALE │ other settings of workers: ROLL
 """
@@ -28,7 +27,7 @@ WHO, WHY = "baton pools", "its settings have changed"
 
 
 def takeover_of(left: LivingFleet | None, record: FleetRecord | None, config: ClusterConfig) -> Takeover | None:
-    """None without workers, and if settings differ without which workers can be neither called nor rolled."""
+    """Returns None without workers, or if settings differ without which workers can be neither called nor rolled."""
     if left is None or not left.living:
         return None
     if not (differing := _differing(left, config)):
@@ -49,7 +48,7 @@ def _differing(left: LivingFleet, config: ClusterConfig) -> str:
 
 
 class Takeover:
-    """`left`: workers that run; `record`: of their owner, and `wanted` the configuration of its successor. `config` has
+    """`left`: workers that run; `record`: of their owner; `wanted`: the configuration of its successor. `config` has
     the settings of the first revision."""
 
     def __init__(self, left: LivingFleet, record: FleetRecord | None, wanted: ClusterConfig) -> None:
@@ -72,7 +71,6 @@ class Takeover:
         )  # fmt: skip
 
     def cut_off(self, actuator: FleetActuator) -> FleetRoll | None:
-        """The roll of which workers of two revisions are left."""
         if not self._others:
             return None
         desired = self.record.desired

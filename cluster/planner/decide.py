@@ -1,20 +1,16 @@
 """The planner's decision: `decide(observation, ...) -> FleetDecision`, pure, the same live, simulated and as advice.
 
-    observation ─▶ may it decide? ─▶ what load comes? ─▶ which fleets serve it? ─▶ the cheapest ─▶ not yet?
-                   stale, manual     rate, line, day     all near by              with the cost    fewer workers
-                   change            and what is learned (`queueing`)             of getting there only after rest
+observation ─▶ may it decide? ─▶ what load comes? ─▶ which fleets serve it? ─▶ the cheapest ─▶ not yet?
+               stale, manual     rate, line, day     all near by              with the cost    fewer workers
+               change            and what is learned (`queueing`)             of getting there only after rest
 
-Each rule answers a complaint about another system (design notes: ops.md, section A):
-
-- The objective is what clients saw: waiting in line counts, and so do refused and failed requests.
-- No request is a measurement: the fleet goes to its least. A missing or stale observation is none: nothing changes.
-  While one of several gateways is silent, no worker goes.
-- Before a worker goes, the fleet without it is asked whether it would serve the largest load of the last minutes.
-- A fleet that was left because it was too small is not tried again at such a load for hours: a constant load settles.
-- A worker that is ordered counts as there, until it is given up: then it is reported, blocks nothing, and is not
-  ordered again for a while.
-- A worker that changes its role costs less than one that starts and one that goes.
-- An operator's change holds for the time that it was made for.
+- Waiting, refused and failed requests count against the objective.
+- Without requests the fleet goes to its least. Without a fresh observation nothing changes.
+- A worker goes only if the others would serve the largest load of the last minutes, and no gateway is silent.
+- A fleet that was too small is not tried again at such a load for hours.
+- An ordered worker counts as there until it is given up; then it is not ordered again for a while.
+- A change of role costs less than a start and an end.
+- An operator's change holds for its time.
 """
 
 from __future__ import annotations
@@ -42,23 +38,19 @@ from protos.hints import counted
 from protos.values import WorkerRole
 
 REACH = 2
-"""Workers of a role that one decision may add or remove; more where the fleet is overloaded."""
+"""The workers of a role that one decision may add or remove; more if the fleet is overloaded."""
 SPARE = 0.25
-"""Share of the objective's allowed misses: a smaller fleet must miss that much less. allows: a smaller fleet must
-miss that much less."""
+"""A smaller fleet must miss the objective by this share less than is allowed."""
 SMALL = 0.02
-"""Shares below this are compared by two digits: the larger of two overloaded fleets is better, and a fleet that gains
-nothing by a worker stays."""
+"""Shares below this are compared by two digits: of two overloaded fleets the larger one is better."""
 _DRIFT, _DEVIATIONS = 0.02, 2.0
-"""Clients' measurements and the model's prediction may differ by this share, or by so many deviations of the sample.
-"""
+"""Measurements and the model's prediction may differ by this share, or by so many deviations of the sample."""
 _LEAST_FACTOR, _MOST_FACTOR, _FASTEST = 0.5, 4.0, 1.5
 _FORGET_PATIENCES = 8.0
-"""A factor that nothing contradicts halves its distance from 1 in about six times `rest_s` (or `settle_s`): a fleet
-that is large enough says nothing about how far the model is wrong."""
+"""A factor that nothing contradicts halves its distance from 1 in about six times `rest_s` (or `settle_s`)."""
 _HALVINGS = 12
 _HOLD_RESTS = 4.0
-"""A fleet that was too small is not tried again for so many times `rest_s`, and then twice as long each time."""
+"""A fleet that was too small is not tried again for so many times `rest_s`, then twice as long each time."""
 _MOST_HOLD_RESTS = 64.0
 _LIGHTER = 0.15
 """A load that is lighter by this share, or by so many deviations of the sample, is another one."""
@@ -79,7 +71,7 @@ def decide(
     times: ActionTimes | None = None,
     pace: PlannerPace | None = None,
 ) -> FleetDecision:
-    """Decides about the `desired` fleet. `now` in seconds since 1970. Without a fresh observation, nothing."""
+    """Decides about the `desired` fleet; nothing without a fresh observation. `now`: seconds since 1970."""
     times, pace = times or ActionTimes(), pace or PlannerPace()
     if seen is None or now - seen.at_s > pace.stale_s:
         age = "there is none" if seen is None else f"the latest is {now - seen.at_s:.0f} s old"
@@ -135,7 +127,6 @@ class _Planner:
     # -- what is there, and what comes ---------------------------------------------------------------------------------
 
     def _give_up(self, desired: Counts) -> dict[WorkerRole, int]:
-        """Workers that should have come long ago, by role."""
         latest = self._now - self._pace.expire_starts * self._times.start_s
         late = {
             role: sum(since < latest for since in pool.pending_since_s)
@@ -168,13 +159,11 @@ class _Planner:
         )
 
     def _since_last_look(self, memory: PlannerMemory) -> float:
-        """The part of the window, in seconds, that no look before has had."""
         last_s = memory.peaks[-1][0] if memory.peaks else -math.inf
         return min(self._seen.window_s, max(0.0, self._seen.at_s - last_s))
 
     def _corrected(self, factors: LoadFactors, serving: Counts, elapsed_s: float) -> tuple[LoadFactors, bool]:
-        """Factors with which the model says what clients saw, and whether more was late than it said. `elapsed_s` since
-        the last look."""
+        """Returns factors with which the model predicts what clients saw, and whether more was late than it predicted."""
         seen, rate = self._seen, self._rate()
         first_share = seen.num_begun / max(1, seen.num_ended)
         gap_share = 1.0 - seen.num_slow / max(1, seen.num_begun)
@@ -193,7 +182,7 @@ class _Planner:
         return changed, prefill > factors.prefill or decode > factors.decode
 
     def _rate(self) -> float:
-        """Requests a second that must be served: those that come, and those that are in line."""
+        """Requests a second, with those in line."""
         return self._seen.arrival_rate + self._seen.num_waiting / self._pace.backlog_s
 
     def _offered(self) -> float:
@@ -210,7 +199,6 @@ class _Planner:
     # -- which fleets there could be -----------------------------------------------------------------------------------
 
     def _candidates(self) -> Iterator[WeighedFleet]:
-        """Every fleet near by that the limits allow, the present one among them."""
         roles, limits = tuple(self._fleet), self._limits
         reach = self._reach()
         ranges = [
@@ -235,7 +223,6 @@ class _Planner:
         return fits and not any(gave_up.get(role, 0.0) > self._now for role in added)
 
     def _reach(self) -> int:
-        """A line that grows is worth more than one step."""
         return REACH if self._seen.num_waiting <= self._seen.num_arrived / 2 else max(REACH, sum(self._fleet.values()))
 
     def _cost(self, counts: Counts) -> float:
@@ -252,7 +239,8 @@ class _Planner:
         return sum(self._limits.devices[role] * count for role, count in counts.items())
 
     def _order(self, candidate: WeighedFleet) -> tuple[float, ...]:
-        """Fleets that keep the objective by cost; of the others the one that misses it least, the smaller ones last."""
+        """Sorts fleets that keep the objective by cost, before others by how little they miss it, the smaller ones
+        last."""
         shrinks, allowed = self._shrinks(candidate.counts), 1.0 - self._objective.attainment
         if shrinks:
             allowed *= 1.0 - SPARE
@@ -267,12 +255,11 @@ class _Planner:
     # -- what was too small --------------------------------------------------------------------------------------------
 
     def _work(self, rate: float) -> tuple[float, float]:
-        """Tokens of prompts and of answers that come a second."""
+        """Tokens of prompts and of answers a second."""
         lengths = self._seen.uncached_tokens
         return rate * sum(lengths) / max(1, len(lengths)), rate * self._seen.answer_tokens
 
     def _found_too_small(self, counts: Counts) -> TooSmall | None:
-        """Why a fleet that is no larger than the present one is not tried."""
         if counts == self._fleet or self._num_devices(counts) > self._num_devices(self._fleet):
             return None
         prompt_rate, answer_rate = self._work(self._peak())
@@ -284,7 +271,6 @@ class _Planner:
         return None
 
     def _with_present_one(self) -> tuple[TooSmall, ...]:
-        """Fleets that were too small, the present one among them."""
         rest_s, now = self._pace.rest_s, self._now
         every, longest_s = self._memory.learned.too_small, _MOST_HOLD_RESTS * rest_s
         remembered = [small for small in every if now - small.until_s < longest_s]
@@ -301,7 +287,6 @@ class _Planner:
         return (*(small for small in remembered if small.counts != self._fleet), present)
 
     def _why_not(self, wanted: WeighedFleet, share: float) -> str:
-        """Why the fleet stays although another one seems better, or none is good enough."""
         if (small := self._found_too_small(wanted.counts)) is not None:
             ago, left = self._now - small.at_s, small.until_s - self._now
             return (
@@ -319,7 +304,7 @@ class _Planner:
     # -- not yet -------------------------------------------------------------------------------------------------------
 
     def _held_back(self) -> str:
-        """Why no worker may go now; "" if one may."""
+        """Returns why no worker may go now, or ""."""
         seen, pace = self._seen, self._pace
         if seen.num_silent:
             return f"fewer workers would do; reports are missing of {counted(seen.num_silent, 'gateway')}"
@@ -339,7 +324,6 @@ class _Planner:
         return ""
 
     def _shown(self, weighed: Sequence[WeighedFleet]) -> tuple[WeighedFleet, ...]:
-        """The best ones, and the present one."""
         best = tuple(weighed[:_WEIGHED])
         return (*best, *(fleet for fleet in weighed[_WEIGHED:] if dict(fleet.counts) == self._fleet))
 
@@ -367,11 +351,10 @@ class _Planner:
 
 
 def _explaining(model: Callable[[float], float], share: float, num: int, factor: float, remaining: float) -> float:
-    """The load's factor by which `model` says the `share` that `num` clients saw in time.
+    """Returns the load's factor by which `model` predicts the `share` of `num` requests in time.
 
-    Where the model is too hopeful the factor grows at once, by half at most; where it is too careful it shrinks slowly;
-    otherwise the part `kept` of it stays. A model that says the same for every factor, as without a measured speed,
-    explains nothing.
+    The factor grows at once, by half at most, if the model is too hopeful, and shrinks slowly if it is too careful;
+    otherwise the part `remaining` of it stays. A model that says the same for every factor explains nothing.
     """
     predicted = model(factor)
     if not num or model(_MOST_FACTOR) == predicted == model(_LEAST_FACTOR):
@@ -389,12 +372,10 @@ def _explaining(model: Callable[[float], float], share: float, num: int, factor:
 
 
 def is_possible(counts: Counts) -> bool:
-    """Someone writes answers, or the whole cluster sleeps."""
     return not any(counts.values()) or any(count for role, count in counts.items() if role is not WorkerRole.PREFILL)
 
 
 def _flips(before: Counts, after: Counts) -> dict[tuple[WorkerRole, WorkerRole], int]:
-    """Workers that one pool gives to the other."""
     first, second = _FLIPPABLE
     if first not in before or second not in before:
         return {}

@@ -1,4 +1,4 @@
-"""How many requests will come while a new worker starts: the present rate, and what came at this time of other days."""
+"""Forecasts the requests that come while a worker starts: the present rate, and the same time of other days."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Sequence
 QUARTER_S = 900.0
 NUM_QUARTERS = 96
 _WEIGHT = 0.3
-"""Weight of a day in the profile: a week ago counts for a twelfth."""
+"""The weight of a day: a week ago counts for a twelfth."""
 _MOST_GROWTH = 3.0
-"""A profile promises at most so many times the present rate."""
+"""The profile promises at most so many times the present rate."""
 
 
 def learned(profile: Sequence[float], at_s: float, rate: float, lasted_s: float) -> tuple[float, ...]:
-    """The profile after `lasted_s` seconds with this rate of requests. They change their quarter by their part of
-    it."""
+    """Returns the profile after `lasted_s` seconds with this rate of requests."""
     quarter = _quarter(at_s)
     before = profile[quarter]
     weight = 1.0 - (1.0 - _WEIGHT) ** (lasted_s / QUARTER_S)
@@ -25,7 +24,7 @@ def learned(profile: Sequence[float], at_s: float, rate: float, lasted_s: float)
 
 
 def expected(profile: Sequence[float], at_s: float, rate: float, ahead_s: float) -> float:
-    """The largest rate within the next `ahead_s` seconds. A day of which nothing is known changes nothing."""
+    """Returns the largest rate within the next `ahead_s` seconds. An unknown day changes nothing."""
     here = profile[_quarter(at_s)]
     if not here:
         return rate

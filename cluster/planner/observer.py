@@ -1,7 +1,6 @@
-"""The planner's observation: from samples of recent requests, the line and the loads of workers.
+"""The planner's observation of recent requests, the line and the loads of workers.
 
-Every gateway knows its own requests and all workers. Requests are added up over the gateways; workers are those of the
-gateway that reported last.
+Requests are added up over the gateways; workers are those of the gateway that reported last.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SERVING, _LEAVING = "ready", "draining"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SeenRequest:
-    """`is_read`: its first token came within the window. `is_slow`: only the tokens behind its first were late."""
+    """`is_read`: its first token came within the window. `is_slow`: only later tokens were late."""
 
     sample: RequestSample
     is_late: bool
@@ -31,7 +30,7 @@ class _SeenRequest:
 
 
 class Observer:
-    """Looks at gateways again and again, and learns how the time of a step grows with the sequences in it."""
+    """Learns how the time of a step grows with the sequences in it."""
 
     def __init__(self, objective: FleetObjective, *, window_s: float) -> None:
         self._objective = objective
@@ -88,12 +87,10 @@ class Observer:
                 )
 
     def _begins_late(self, sample: RequestSample, now: float) -> bool:
-        """A first token missed the objective, or can no longer keep it, or will never come."""
         waited_until_s = next(at_s for at_s in (sample.first_s, sample.ended_s, now) if at_s is not None)
         return sample.failed or waited_until_s - sample.received_s > self._objective.ttft_s
 
     def _is_slow(self, sample: RequestSample) -> bool:
-        """The tokens of an answer that has ended came too far apart."""
         gaps = sample.num_tokens - 1
         if sample.ended_s is None or sample.first_s is None or sample.last_s is None or gaps <= 0:
             return False
@@ -122,14 +119,14 @@ class Observer:
 
 
 def quantiles(ordered: Sequence[float], count: int = NUM_QUANTILES) -> tuple[float, ...]:
-    """`count` values of equal shares, or all of fewer."""
+    """Returns `count` values of equal shares, or all of fewer."""
     if len(ordered) <= count:
         return tuple(ordered)
     return tuple(ordered[int((place + 0.5) * len(ordered) / count)] for place in range(count))
 
 
 def _seats(serving: Sequence[WorkerSight], context: float) -> int:
-    """Sequences of a mean length that a worker's KV memory holds; 0 if that is not known."""
+    """Sequences of a mean length that a worker's KV memory holds; 0 if unknown."""
     if not serving or context <= 0:
         return 0
     return min(int(worker.num_kv_tokens / context) for worker in serving)

@@ -1,10 +1,9 @@
-"""The owner of the fleet with what gateways report to it, and the planner that follows them, if there is one.
+"""The owner of the fleet with the gateways' reports, and the planner that follows them.
 
 gateways ─ report ─▶ PlannedFleet ─ sights ─▶ Planner.decide ─ FleetOrder ─▶ the owner
 operators ─ order ──────▶ │ ──────────────────────────────────────────────────▶ │
 
-It lives where the owner does, in the process of `baton serve` or `baton pools`. If the planner fails, the fleet stays
-what it is, and operators change it as before.
+If the planner fails, the fleet stays, and operators change it as before.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from cluster.planner.planner import KeptLoad, Planner, PlannerSettings, SightsNo
 from router.fleet_owner import CapacityNews, FleetChange, FleetOrder, FleetOwner, FleetReport, GatewaySight, SeenSight
 
 ADVICE_WINDOW_S = 60.0
-"""Seconds of requests that gateways report, without a planner, while `baton plan` looks at them."""
+"""Seconds of requests that gateways report while `baton plan` looks at them without a planner."""
 _ADVISED_S = 300.0  # after the latest look
 _IDLE_S = 10.0  # between two calls of a gateway that has nothing to report
 _REPORTS = 3  # of a gateway between two decisions
@@ -34,10 +33,7 @@ class _Received:
 
 
 class PlannedFleet:
-    """A `CapacityOwner`. Without `settings` nothing is planned.
-
-    `clock`: monotonic seconds; `wall_clock`: seconds since 1970.
-    """
+    """A `CapacityOwner`. Without `settings` nothing is planned. `clock`: monotonic; `wall_clock`: seconds since 1970."""
 
     def __init__(
         self,
@@ -59,7 +55,6 @@ class PlannedFleet:
         self._planning: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to plan, once workers serve."""
         if self._planner is not None:
             self._planning = asyncio.create_task(self._planner.run(), name="planner")
 
@@ -101,7 +96,7 @@ class PlannedFleet:
         return _ADVICE_PERIOD_S if self._settings is None else self._settings.period_s / _REPORTS
 
     def _sights(self) -> SightsNow:
-        """The reports that are not late, and the names of gateways whose are."""
+        """Returns the reports that are not late, and the names of the other gateways."""
         now = self._clock()
         self._forget(now)
         oldest_s = now - _LATE_REPORTS * self._period_s()

@@ -1,4 +1,4 @@
-"""The planner's loop: observe, decide, order. It owns nothing: the fleet's owner does, and stays when this ends."""
+"""The planner's loop: observe, decide, order. The fleet's owner stays when it ends."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ _NUM_TIMES = 8  # of the latest changes of a kind, whose median is how long one 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """`period_s`: between two decisions. `manual_s`: an operator's change is left alone for this long. `times` hold
-    until some were measured."""
+    """`manual_s`: an operator's change is left alone for this long. `times` hold until some were measured."""
 
     objective: FleetObjective
     limits: FleetLimits
@@ -62,7 +61,7 @@ class PlannerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SightsNow:
-    """The reports of gateways, the latest last and `age_s` seconds old. `silent`: gateways whose reports are late."""
+    """The gateways' reports, the latest last and `age_s` seconds old. `silent`: gateways whose reports are late."""
 
     sights: Sequence[GatewaySight]
     age_s: float = 0.0
@@ -71,18 +70,14 @@ class SightsNow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLoad:
-    """The load that an earlier planner had learned, None if nothing, and what keeps what this one learns. `save`
-    never fails."""
+    """`earlier`: learned by an earlier planner. `save` never fails."""
 
     earlier: LearnedLoad | None
     save: Callable[[LearnedLoad], None]
 
 
 class Planner:
-    """Plans one fleet. `sights` are looked at for each decision. `decisions`: the latest, oldest first.
-
-    `wall_clock`: seconds since 1970.
-    """
+    """`sights` are looked at for each decision. `decisions`: oldest first. `wall_clock`: seconds since 1970."""
 
     def __init__(
         self,
@@ -105,7 +100,7 @@ class Planner:
         self.decisions: deque[FleetDecision] = deque(maxlen=NUM_DECISIONS)
 
     async def run(self) -> None:
-        """Until it is cancelled. A decision that fails changes nothing, and the next one follows."""
+        """A decision that fails changes nothing, and the next one follows."""
         while True:
             await asyncio.sleep(self._settings.period_s)
             try:
@@ -116,7 +111,7 @@ class Planner:
                 log.exception("the planner changes nothing: internal error")
 
     async def plan(self) -> FleetDecision:
-        """One decision, and its orders. Raises BatonError if the owner does not answer."""
+        """Decides and orders. Raises BatonError if the owner does not answer."""
         report = await self._owner.view()
         decision, seen = self.advise(report)
         desired = report.desired.counts
@@ -135,7 +130,7 @@ class Planner:
         return decision
 
     def advise(self, report: FleetReport) -> tuple[FleetDecision, Observation | None]:
-        """The next decision, without its orders, and what it was made from."""
+        """Returns the next decision, without its orders, and what it was made from."""
         settings, now = self._settings, self._wall_clock()
         desired = dict(report.desired.counts)
         self._note_pending(report, now)
@@ -157,7 +152,6 @@ class Planner:
         return decision, seen
 
     def report(self, report: FleetReport) -> PlannerReport:
-        """For people; `report`: of the owner."""
         objective, limits = self._settings.objective, self._settings.limits
         until_s = self.manual_until_s(report)
         return PlannerReport(
@@ -168,8 +162,8 @@ class Planner:
         )  # fmt: skip
 
     async def _order(self, decision: FleetDecision, desired: Mapping[WorkerRole, int]) -> FleetChange:
-        """A change of role first where one is wanted: as a change of numbers it would end one worker and start another.
-        The rest follows with the next decision. Raises InvalidRequest."""
+        """A change of role comes first: as a change of numbers it would end one worker and start another. The rest
+        follows with the next decision. Raises InvalidRequest."""
         for source, target in decision.flips:
             worker_id = self._idlest(source)
             if worker_id:
@@ -179,7 +173,6 @@ class Planner:
         return await self._owner.order(FleetOrder(kind=OrderKind.SCALE, counts=counts, who=NAME, why=decision.reason))
 
     def _idlest(self, role: WorkerRole) -> str:
-        """The serving worker of a role with the least to do; "" without one."""
         workers = self._sights().sights[-1].workers
         mine = [worker for worker in workers if worker.role is role and worker.state == "ready"]
         return (
@@ -187,8 +180,7 @@ class Planner:
         )
 
     def manual_until_s(self, report: FleetReport) -> float:
-        """Until when an operator's change of numbers holds. A fleet that a request woke was changed by no operator, and
-        a roll changes no number."""
+        """An operator's change of numbers holds until then. A wake and a roll change no number."""
         kinds = (OrderKind.SCALE, OrderKind.FLIP)
         by_hand = [change.at_s for change in report.changes if change.who != NAME and change.kind in kinds]
         return max(by_hand) + self._settings.manual_s if by_hand else 0.0
@@ -199,14 +191,12 @@ class Planner:
         self._memory = replace(self._memory, gave_up_until_s=dict(self._memory.gave_up_until_s) | until_s)
 
     def _note_failed(self, report: FleetReport, now: float) -> None:
-        """A worker that can never start is not ordered again at once."""
         since_s = now - self._settings.pace.rest_s
         for change in report.changes:
             if change.who == NAME and change.state is ChangeState.FAILED and change.ended_s > since_s:
                 self._give_up(_grown(change.before.counts, change.after.counts), change.ended_s)
 
     def _note_pending(self, report: FleetReport, now: float) -> None:
-        """Since when each worker is missing that is desired."""
         for role, count in report.desired.counts.items():
             since_s = self._pending_since_s.setdefault(role, [])
             missing = max(0, count - report.serving.get(role, 0))
@@ -215,7 +205,6 @@ class Planner:
 
 
 def measured_times(report: FleetReport, otherwise: ActionTimes) -> ActionTimes:
-    """How long actions took here lately."""
     took: dict[str, list[float]] = {"flip_s": [], "drain_s": []}
     for change in report.changes:
         if change.state is ChangeState.REACHED and change.ended_s > change.at_s and not change.reason:
@@ -235,7 +224,6 @@ def reported(
     change: int = 0,
     refused: str = "",
 ) -> CapacityDecision:
-    """A decision for people."""
     return CapacityDecision(
         at_s=decision.at_s,
         desired=dict(desired),

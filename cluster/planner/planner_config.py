@@ -19,8 +19,7 @@ _BOUNDS = re.compile(r"(?:(?P<role>[a-z]+)=)?(?P<least>\d{1,4}):(?P<most>\d{1,4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerConfig(CheckedSettings):
-    """A planner decides how many workers there are, within `autoscale`, so that clients see the objective
-    (`router.ttft_ms`, `router.tpot_ms`)."""
+    """A planner keeps the objective (`router.ttft_ms`, `router.tpot_ms`) with workers within `autoscale`."""
 
     autoscale: str = setting(
         "", "Least and most workers of each pool, as 1:8, or prefill=0:4,decode=1:8; empty: no planner.",
@@ -39,8 +38,8 @@ class PlannerConfig(CheckedSettings):
     def settings(
         self, devices: Mapping[WorkerRole, int], *, ttft_ms: float, tpot_ms: float, absent: Collection[WorkerRole] = ()
     ) -> PlannerSettings:
-        """`devices`: of one worker, by the roles of the cluster. `absent`: roles that the settings give no worker; they
-        get some only where `autoscale` names them. Raises Misconfigured."""
+        """`devices`: of one worker, by role. `absent`: roles that get workers only if `autoscale` names them. Raises
+        Misconfigured."""
         return PlannerSettings(
             objective=FleetObjective(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000, attainment=self.attainment),
             limits=limits_of(self.autoscale, devices, absent=absent),
@@ -52,8 +51,7 @@ class PlannerConfig(CheckedSettings):
 
 
 def limits_of(within: str, devices: Mapping[WorkerRole, int], *, absent: Collection[WorkerRole] = ()) -> FleetLimits:
-    """The limits written as 1:8, or as prefill=0:4,decode=1:8 for each pool. `devices`: of one worker, by the roles of
-    the cluster. Raises Misconfigured."""
+    """Parses 1:8, or prefill=0:4,decode=1:8. `devices`: of one worker, by role. Raises Misconfigured."""
     bounds = parse_bounds(within)
     everywhere = bounds.get("")
     if unknown := [role for role in bounds if role and role not in devices]:
@@ -80,7 +78,7 @@ def limits_of(within: str, devices: Mapping[WorkerRole, int], *, absent: Collect
 
 
 def parse_bounds(within: str) -> dict[str, tuple[int, int]]:
-    """Least and most workers by role, "" for all roles. Raises Misconfigured."""
+    """Returns least and most workers by role, "" for all roles. Raises Misconfigured."""
     bounds: dict[str, tuple[int, int]] = {}
     for part in within.split(","):
         parsed = _BOUNDS.fullmatch(part.strip())

@@ -1,5 +1,4 @@
-"""The planner's observation, objective, limits and memory. Times are seconds since 1970 by one clock; `*_s`
-durations."""
+"""The planner's observation, objective, limits and memory. Times are seconds since 1970; `*_s` durations."""
 
 from __future__ import annotations
 
@@ -14,12 +13,11 @@ from protos.values import WorkerRole
 class PoolObservation:
     """The workers of one role.
 
-    - `serving`: workers that take work
     - `pending_since_s`: when each worker was ordered that does not serve yet
-    - `num_leaving`: workers that drain, or change their role
+    - `num_leaving`: workers that drain or change their role
     - `prefill_tokens_per_s`: of one worker, 0 if unknown
     - `step_fixed_s`, `step_each_s`: the time between tokens is fixed + each * running sequences of a worker
-    - `num_seats`: sequences that one worker runs at once, by its batch or its KV memory
+    - `num_seats`: sequences that one worker runs at once
     """
 
     serving: int
@@ -37,16 +35,16 @@ class PoolObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """The view of clients and gateways in the `window_s` before `at_s`, over all gateways.
+    """The `window_s` before `at_s`, over all gateways.
 
-    - `num_arrived`: requests that came, refused ones included
-    - `num_ended`, `num_late`: of requests that ended; late ones missed an objective, failed, or were refused
-    - `num_slow`: of the late ones, those whose first token came in time
-    - `num_waiting`: requests in line now
-    - `uncached_tokens`: quantiles of the prompt tokens to compute, in equal steps from the least to the most
-    - `answer_tokens`: mean length of an answer
+    - `num_arrived`: refused requests included
+    - `num_late`: of `num_ended`; they missed an objective, failed, or were refused
+    - `num_slow`: late requests whose first token came in time
+    - `num_waiting`: in line now
+    - `uncached_tokens`: quantiles of the prompt tokens to compute
+    - `answer_tokens`: mean
     - `overhead_s`: of a first token besides waiting and computing
-    - `num_silent`: gateways whose reports are late, or do not reach far back yet
+    - `num_silent`: gateways whose reports are late or too short
     """
 
     at_s: float
@@ -74,7 +72,6 @@ class Observation:
 
     @property
     def arrival_rate(self) -> float:
-        """Requests a second."""
         return self.num_arrived / self.window_s
 
 
@@ -90,7 +87,7 @@ class FleetObjective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLimits:
-    """Least and most workers of each role, and devices in all. `devices`: of one worker of a role."""
+    """`devices`: of one worker of a role."""
 
     least: Mapping[WorkerRole, int]
     most: Mapping[WorkerRole, int]
@@ -100,14 +97,12 @@ class FleetLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerPace:
-    """How fast the planner may act.
-
-    - `settle_s`: fewer workers must have sufficed for this long before one goes
-    - `rest_s`: time between two changes that make the fleet smaller
+    """- `settle_s`: fewer workers must have sufficed for this long before one goes
+    - `rest_s`: between two changes that make the fleet smaller
     - `stale_s`: an older observation decides nothing
-    - `horizon_s`: a worker that is not needed is paid for this long; against it the cost of an action is weighed
-    - `backlog_s`: requests in line shall be served within this time
-    - `expire_starts`: a worker that has not come after this many starts' time is given up
+    - `horizon_s`: over which the cost of an action is weighed
+    - `backlog_s`: within which the line shall be served
+    - `expire_starts`: a worker is given up after this many starts' time
     """
 
     settle_s: float = 300.0
@@ -120,8 +115,6 @@ class PlannerPace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionTimes:
-    """Seconds that a start, a drain and a change of role took here."""
-
     start_s: float = 60.0
     drain_s: float = 30.0
     flip_s: float = 30.0
@@ -129,7 +122,7 @@ class ActionTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFactors:
-    """Measured load over the model's, of prompts and of answers, learned from late first tokens and late answers."""
+    """Measured load over the model's, of prompts and of answers."""
 
     prefill: float = 1.0
     decode: float = 1.0
@@ -140,11 +133,8 @@ AS_MODELLED = LoadFactors()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TooSmall:
-    """A fleet that did not keep the objective at this load, and is not tried again at such a load before `until_s`.
-    Each time that it is too small again, `hold_s` doubles.
-
-    - `prompt_rate`, `answer_rate`: tokens a second that came
-    """
+    """A fleet that did not keep the objective at this load. It is not tried again before `until_s`; `hold_s` doubles
+    each time. Rates are tokens a second."""
 
     counts: Mapping[WorkerRole, int]
     prompt_rate: float
@@ -157,17 +147,16 @@ class TooSmall:
         return self.at_s + self.hold_s
 
     def has(self, counts: Mapping[WorkerRole, int]) -> bool:
-        """Is a fleet no larger than this one in any role?"""
+        """Whether a fleet is no larger than this one in any role."""
         return all(count <= self.counts.get(role, 0) for role, count in counts.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedLoad:
-    """The part of a memory that outlives the planner where a store keeps it.
+    """The part of a memory that outlives the planner.
 
     - `factors`: by which the model is wrong
     - `profile`: requests a second by quarter of an hour of the day, 0 if unknown
-    - `too_small`: fleets that were left because they did not keep the objective
     """
 
     factors: LoadFactors = AS_MODELLED
@@ -177,14 +166,12 @@ class LearnedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerMemory:
-    """One decision's notes for the next. It can be lost: then the planner learns anew.
+    """One decision's notes for the next. A lost memory is learned anew.
 
-    - `learned`: what takes hours and days to learn
     - `serving`: workers that served at the last look
-    - `explained_s`: requests that came before it correct no factor any more: the fleet was another one, or they did
+    - `explained_s`: earlier requests correct no factor any more
     - `peaks`: (second, requests a second) of the last `settle_s`
-    - `shrunk_s`: when the fleet was last made smaller; -inf: never
-    - `manual_until_s`: an operator's change holds until then
+    - `shrunk_s`: when the fleet was last made smaller
     - `gave_up_until_s`: no more workers of a role are ordered until then
     """
 
@@ -199,7 +186,7 @@ class PlannerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeighedFleet:
-    """A fleet that was weighed. `cost` in device seconds over the horizon, its actions included."""
+    """`cost`: device seconds over the horizon, actions included."""
 
     counts: Mapping[WorkerRole, int]
     attainment: float
@@ -208,8 +195,8 @@ class WeighedFleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetDecision:
-    """The fleet to order. `flips`: workers that change from one role to another. `counts` equal to the present ones:
-    nothing is done. `reason` is a sentence for people; `weighed` are the best fleets, cheapest first."""
+    """The fleet to order. `flips`: workers that change from one role to another. `weighed`: the best fleets, cheapest
+    first."""
 
     at_s: float
     counts: Mapping[WorkerRole, int]

@@ -1,11 +1,11 @@
 """How many requests a fleet would serve in time: queues of prompts before prefill workers, and batches of answers.
 
-    requests ─▶ line ─▶ P prefill workers: wait + compute <= ttft ─▶ D decode workers: step(running) <= tpot
+requests ─▶ line ─▶ P prefill workers: wait + compute <= ttft ─▶ D decode workers: step(running) <= tpot
 
-- The line is M/G/P: the probability to wait is Erlang's C, a wait is exponential with the mean of Allen and Cunneen's
-  approximation ("Probability, Statistics, and Queueing Theory", 1990, section 5.3).
-- A decode worker runs n sequences, n = rate * tokens * step(n) (Little's law), with the deviation of a Poisson number.
-- A colocated worker does both: prompts take a share of its time, and answers have the rest.
+- The line is M/G/P: the probability to wait is Erlang's C, a wait is exponential with the mean of Allen and Cunneen
+  ("Probability, Statistics, and Queueing Theory", 1990, section 5.3).
+- A decode worker runs n = rate * tokens * step(n) sequences (Little's law), with the deviation of a Poisson number.
+- Prompts take a share of a colocated worker's time; answers have the rest.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from cluster.planner.planner_values import AS_MODELLED, FleetObjective, LoadFact
 from protos.values import WorkerRole
 
 _OVERLOADED = 0.01
-"""Share that is in time at the limit of what workers can do. Beyond it the share falls with the load, so that of two
-overloaded fleets the larger one is better."""
+"""Share that is in time at the limit of what workers can do. It falls with the load beyond."""
 _STABLE = 1.5 * _OVERLOADED
-"""The least share of a fleet that keeps up with what comes, also where the objective cannot be met by any: a line that
-grows for ever is worse."""
+"""The least share of a fleet that keeps up with the load: a line that grows for ever is worse."""
 _PREFILL, _DECODE, _COLOCATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.COLOCATED
 
 
@@ -33,8 +31,7 @@ def attainment(
     objective: FleetObjective,
     factors: LoadFactors = AS_MODELLED,
 ) -> float:
-    """Share of `rate` requests a second that `counts` workers serve within the objective. Unknown speeds count as
-    sufficient: nothing is decided from what was never measured."""
+    """Share of `rate` requests a second that `counts` workers serve within the objective. Unknown speeds suffice."""
     first, gaps = shares_in_time(counts, rate, seen, objective, factors)
     return first * gaps
 
@@ -42,8 +39,7 @@ def attainment(
 def shares_in_time(
     counts: Mapping[WorkerRole, int], rate: float, seen: Observation, objective: FleetObjective, factors: LoadFactors
 ) -> tuple[float, float]:
-    """Shares of the first tokens, and of the answers behind them, that are in time. `factors` multiply the load of
-    prompts and that of answers."""
+    """Shares of first tokens and of answers in time. `factors` multiply the load of prompts and of answers."""
     if rate <= 0:
         return 1.0, 1.0
     both, readers, writers = counts.get(_COLOCATED, 0), counts.get(_PREFILL, 0), counts.get(_DECODE, 0)
@@ -65,7 +61,6 @@ def shares_in_time(
 def first_token_share(
     workers: int, rate: float, seen: Observation, pool: PoolObservation, objective: FleetObjective
 ) -> float:
-    """Share of the first tokens that come in time from so many workers."""
     speed, quantiles = pool.prefill_tokens_per_s, seen.uncached_tokens
     if speed <= 0 or not quantiles:
         return 1.0
@@ -92,8 +87,7 @@ def token_gap_share(
     *,
     slower: float = 1.0,
 ) -> float:
-    """Share of the answers whose mean gap between tokens is short enough. `slower`: a step takes this many times as
-    long, because prompts are computed in between."""
+    """`slower`: a step takes this many times as long, because prompts are computed in between."""
     fixed_s, each_s = pool.step_fixed_s * slower, pool.step_each_s * slower
     if fixed_s <= 0:
         return 1.0
@@ -124,7 +118,6 @@ def normal_share(deviations: float) -> float:
 
 
 def _busy(rate: float, seen: Observation, pool: PoolObservation) -> float:
-    """Workers that prompts keep busy."""
     if pool.prefill_tokens_per_s <= 0 or not seen.uncached_tokens:
         return 0.0
     return rate * mean(seen.uncached_tokens) / pool.prefill_tokens_per_s
@@ -135,7 +128,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _as_colocated(seen: Observation) -> Observation:
-    """Decode workers with the speed of prefill workers, if their own is unknown."""
+    """Decode workers get the speed of prefill workers if theirs is unknown."""
     decode, prefill = seen.pools[_DECODE], seen.pools.get(_PREFILL)
     speed = decode.prefill_tokens_per_s or (prefill.prefill_tokens_per_s if prefill is not None else 0.0)
     return replace(seen, pools={_COLOCATED: replace(decode, prefill_tokens_per_s=speed)})
