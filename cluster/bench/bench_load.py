@@ -1,4 +1,4 @@
-"""The requests of a run and when to send them: values made from lengths, a rate and a seed, or from a recorded trace.
+"""The requests of a run and when to send them, made from a seed or read from a trace.
 
 A prompt is a row of spans. Spans with the same key begin with the same tokens, so equal leading spans are a shared
 prefix.
@@ -37,7 +37,7 @@ class PrefixSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadItem:
-    """One request; sent `due_s` after the start, or (None) when a slot is free."""
+    """Sent `due_s` after the start, or (None) when a slot is free."""
 
     index: int
     spans: tuple[PrefixSpan, ...]
@@ -58,7 +58,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: int | str, *, param: str) -> Lengths:
-        """From 256 or "100:200". Raises Misconfigured."""
+        """Parses 256 or "100:200". Raises Misconfigured."""
         low, colon, high = str(text).partition(":")
         try:
             made = cls(low=int(low), high=int(high if colon else low))
@@ -75,8 +75,6 @@ class Lengths:
 
 
 class TraceLine(msgspec.Struct, frozen=True):
-    """A request of a trace in Mooncake's format."""
-
     timestamp: Annotated[float, Meta(ge=0)]  # milliseconds
     input_length: _Tokens
     output_length: _Tokens
@@ -84,7 +82,7 @@ class TraceLine(msgspec.Struct, frozen=True):
 
 
 def items_of(workload: WorkloadTable, seed: int) -> list[WorkloadItem]:
-    """The requests for a live server, with arrivals. Raises Misconfigured."""
+    """Raises Misconfigured."""
     if workload.trace:
         scale, speed = workload.trace_scale, workload.trace_speed
         return read_trace(Path(workload.trace), limit=workload.requests, scale=scale, speed=speed)
@@ -100,7 +98,6 @@ def items_of(workload: WorkloadTable, seed: int) -> list[WorkloadItem]:
 
 
 def synthetic(num_requests: int, *, prompts: Lengths, outputs: Lengths, seed: int) -> list[WorkloadItem]:
-    """Prompts that share no prefix."""
     rng = random.Random(seed)
     return [
         WorkloadItem(
@@ -111,7 +108,7 @@ def synthetic(num_requests: int, *, prompts: Lengths, outputs: Lengths, seed: in
 
 
 def with_poisson_arrivals(items: Sequence[WorkloadItem], rate: float, seed: int) -> list[WorkloadItem]:
-    """The same requests at `rate` a second on average with exponential gaps; the first is due immediately."""
+    """The first request is due immediately."""
     rng = random.Random(f"{seed} arrivals")
     due_s, timed = 0.0, []
     for item in items:
@@ -127,8 +124,8 @@ def without_arrivals(items: Sequence[WorkloadItem]) -> list[WorkloadItem]:
 def read_trace(path: Path, *, limit: int | None = None, scale: float = 1.0, speed: float = 1.0) -> list[WorkloadItem]:
     """Requests of a trace in Mooncake's format, with arrivals from 0 on. Raises Misconfigured, naming the line.
 
-    `hash_ids` are one for each 512 tokens of the prompt, equal where prefixes are. Lengths are multiplied by `scale`;
-    time runs `speed` times.
+    `hash_ids` are one for each 512 tokens of the prompt, equal where prefixes are. `scale` multiplies lengths; time
+    runs `speed` times as fast.
     """
     lines = list(_traced(path, limit))
     if not lines:
@@ -146,7 +143,6 @@ def read_trace(path: Path, *, limit: int | None = None, scale: float = 1.0, spee
 
 
 def _traced(path: Path, limit: int | None) -> Iterator[TraceLine]:
-    """The trace's lines, checked, by time."""
     before = 0.0
     try:
         with path.open("rb") as lines:
@@ -180,7 +176,6 @@ def _checked(text: bytes, where: str) -> TraceLine:
 
 
 def _spans(line: TraceLine, scale: float) -> tuple[PrefixSpan, ...]:
-    """A span for each hash id; all but the last have the same length."""
     ids = line.hash_ids
     block = max(1, round(TRACE_BLOCK * scale))
     rest = line.input_length - (len(ids) - 1) * TRACE_BLOCK
@@ -192,7 +187,7 @@ def _spans(line: TraceLine, scale: float) -> tuple[PrefixSpan, ...]:
 
 
 def fitting(items: Sequence[WorkloadItem], max_model_len: int | None) -> tuple[list[WorkloadItem], int]:
-    """The requests that fit into the model's context, and the number of those that do not. Raises Misconfigured if none
+    """Returns the requests that fit into the model's context, and the number of others. Raises Misconfigured if none
     fits."""
     if max_model_len is None:
         return list(items), 0

@@ -20,16 +20,16 @@ from cluster.config.scenario import ObjectivesTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """The record of one request. Seconds are since the start of the run, by a monotonic clock.
+    """Seconds are since the start of the run, by a monotonic clock.
 
-    - `due_s`: when it should have been sent; None in a closed loop
-    - `sent_s`: when it was sent; None if it was not
-    - `arrivals_s`: arrival of each event with tokens
+    - `due_s`: None in a closed loop
+    - `sent_s`: None if it was not sent
+    - `arrivals_s`: of each event with tokens
     - `num_cached`: None if the server does not report it
     - `status`: of HTTP; 0 without an answer
     - `error`: "" for a complete answer, else a stable code
-    - `retry_after_s`: from a refusal's Retry-After, if it had one
-    - `ended_s`: arrival of the end of the answer
+    - `retry_after_s`: of a refusal
+    - `ended_s`: of the answer's end
     """
 
     index: int
@@ -69,7 +69,6 @@ class RequestRecord:
 
     @property
     def late_s(self) -> float | None:
-        """Seconds by which the load client sent the request late."""
         return None if self.due_s is None or self.sent_s is None else self.sent_s - self.due_s
 
     def _since_sent(self, event: int) -> float | None:
@@ -80,7 +79,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """The TTFT and TPOT that a good answer keeps; None: not required."""
+    """The TTFT and TPOT of a good answer; None: not required."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -95,7 +94,7 @@ class Objective:
         return self.ttft_s is not None or self.tpot_s is not None
 
     def met(self, record: RequestRecord) -> bool:
-        """False for a failed request; an answer of one token has no TPOT to exceed."""
+        """An answer of one token has no TPOT to exceed."""
         if record.error or record.ttft_s is None:
             return False
         in_time = self.ttft_s is None or record.ttft_s <= self.ttft_s
@@ -104,7 +103,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Percentiles:
-    """A distribution; percentiles are interpolated linearly between neighbouring values."""
+    """Interpolated linearly between neighbouring values."""
 
     num: int
     mean: float
@@ -116,11 +115,10 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A run's figures. Rates are per second of `duration_s`: from the first request sent to the last token received.
+    """Rates are per second of `duration_s`: from the first request sent to the last token received.
 
-    Times, token counts and rates include complete answers only; `errors` counts failures by code. `goodput` (answers a
-    second that met the objective) and `good_share` (of all requests) are None without an objective, `cached_share` (of
-    prompt tokens) is None if the server does not report it.
+    Times, tokens and rates include complete answers only; `errors` counts failures by code. `goodput` (good answers a
+    second) and `good_share` (of all requests) are None without an objective.
     """
 
     num_requests: int
@@ -174,7 +172,6 @@ def make_report(records: Sequence[RequestRecord], objective: Objective) -> Repor
 
 
 def spread(values: Iterable[float | None]) -> Percentiles | None:
-    """None for no values."""
     ordered = sorted(value for value in values if value is not None)
     if not ordered:
         return None
@@ -189,7 +186,7 @@ def spread(values: Iterable[float | None]) -> Percentiles | None:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Percentile of ascending values, at least one; linear between neighbours, like numpy's default."""
+    """Linear between neighbours, like numpy's default."""
     place = (len(ordered) - 1) * percent / 100
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)

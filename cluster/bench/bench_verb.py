@@ -47,7 +47,7 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchTarget:
-    """The server under test. `vocab_size` and `workers` are known for Baton's gateways only."""
+    """`vocab_size` and `workers` are known for Baton's gateways only."""
 
     url: str
     model: ServedModel
@@ -124,7 +124,7 @@ def bench(
 
 
 def _has_failed(report: Report, allowed: float) -> bool:
-    """Whether more than `allowed` of the requests failed, or all did; prints failures on stderr."""
+    """Prints failures. True if more than `allowed` of the requests failed, or all did."""
     num_failed = report.num_requests - report.num_completed
     failed = num_failed > allowed * report.num_requests or not report.num_completed
     if num_failed:
@@ -194,7 +194,6 @@ def _bar(total: int) -> Iterator[Callable[[int, RequestRecord | None], None]]:
 def _print_notes(
     target: BenchTarget, dialect: Dialect, records: Sequence[RequestRecord], num_left_out: int, *, num_asked: int
 ) -> None:
-    """Remarks printed under the figures."""
     errors = Console(stderr=True, soft_wrap=True)
     errors.print(f"{target.model.name} at {target.url}", highlight=False)
     if dialect.given_up:

@@ -1,5 +1,4 @@
-"""Sends one completion request to an OpenAI-compatible server and records its events; first tries which extensions the
-server supports."""
+"""Sends one completion request to an OpenAI-compatible server and records its events."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Dialect:
 
 
 class CompletionClient:
-    """Answers are sampled greedily; `further` parameters go into every request. A record's seconds are `clock` less
-    `start_s`."""
+    """Answers are sampled greedily; `further` parameters go into every request."""
 
     def __init__(
         self,
@@ -64,11 +62,8 @@ class CompletionClient:
         self.dialect = dialect or Dialect()
 
     async def learn(self, num_prompt: int) -> None:
-        """Sends a small request and drops each extension that the server refuses. It also warms up the server.
-
-        Raises InvalidRequest with the server's message if it refuses even a plain request, Unavailable if it does not
-        answer.
-        """
+        """Drops each extension that the server refuses, by small requests, which also warm it up. Raises InvalidRequest
+        if the server refuses even a plain request, Unavailable if it does not answer."""
         probe = WorkloadItem(index=0, spans=(PrefixSpan(key=(2, 0), num_tokens=num_prompt),), num_output=2)
         while True:
             record = await self.ask(probe, self.prepare(probe), start_s=self._clock())
@@ -83,7 +78,6 @@ class CompletionClient:
             self.dialect = replace(self.dialect, **{(named or left)[0]: False})
 
     def prepare(self, item: WorkloadItem) -> bytes:
-        """The request's bytes, prepared before it is due."""
         dialect = self.dialect
         body = dict(self._sampling, max_tokens=item.num_output)
         body["prompt"] = self._prompts.ids(item.spans) if dialect.prompt else self._prompts.text(item.spans)
@@ -136,8 +130,6 @@ class CompletionClient:
 
 
 class _Answer:
-    """The part of an answer that has arrived."""
-
     def __init__(self) -> None:
         self.arrivals: list[float] = []
         self.num_prompt: int | None = None
@@ -150,7 +142,7 @@ class _Answer:
 
     @property
     def num_output(self) -> int:
-        """The server's token count, or the client's own while the server has sent none."""
+        """The server's count, or the client's own while there is none."""
         return self._num_reported if self._num_reported is not None else self._num_ids or len(self.arrivals)
 
     def receive(self, data: bytes, now: float) -> None:
@@ -182,7 +174,7 @@ class _Answer:
         self.num_cached = details.get("cached_tokens", self.num_cached)
 
     def outcome(self, reply: HttpReply) -> tuple[str, str]:
-        """Error code and message, both "" for a complete answer."""
+        """Returns code and message, both "" for a complete answer."""
         if reply.status != 200:
             return _refusal(reply)
         if self._error is not None:

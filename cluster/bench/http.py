@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for streams. It timestamps an event when its bytes arrive, not when a task resumes.
+"""A small HTTP/1.1 client that timestamps an event when its bytes arrive, not when a task resumes.
 
 General clients spend more CPU on a chunk than the server does, and often share two cores with it.
 """
@@ -18,8 +18,7 @@ from cluster.cli.admin_client import root_of
 
 MAX_ERROR_BYTES = 65536
 MAX_IDLE_S = 2.0
-"""Idle connections are closed after this time. Servers close theirs after 5 s or more, and a request sent at that
-moment would fail."""
+"""Servers close idle connections after 5 s or more; a request sent at that moment would fail."""
 
 _RETRY_AFTER = {b"retry-after": 1.0, b"retry-after-ms": 0.001}
 
@@ -60,8 +59,7 @@ class HttpEndpoint:
 
 @dataclass(slots=True)
 class HttpReply:
-    """`status`, and the beginning of the body unless the status is 200. `retry_after_s` is from the Retry-After
-    header."""
+    """`body`: the beginning, unless the status is 200."""
 
     status: int = 0
     body: bytearray = field(default_factory=bytearray)
@@ -83,7 +81,7 @@ class Connection(asyncio.Protocol):
         self.reusable = True
 
     def send(self, request: bytes, on_event: OnEvent) -> asyncio.Future[HttpReply]:
-        """Resolves when the answer has ended; fails with ConnectionError or httptools' error if it is cut off."""
+        """The result fails with ConnectionError or httptools' error if the answer is cut off."""
         assert self._transport is not None
         assert self._done is None, "the last answer has not ended"
         self._parser = httptools.HttpResponseParser(self)
@@ -94,7 +92,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def busy(self) -> bool:
-        """True while an answer is incomplete."""
         return self._done is not None
 
     def abort(self) -> None:
@@ -159,7 +156,7 @@ class Connection(asyncio.Protocol):
 
 
 class Connections:
-    """Opens a connection for each request that runs at the same time; reuses idle ones."""
+    """Reuses idle connections."""
 
     def __init__(self, open_one: Opener, clock: Callable[[], float]) -> None:
         self._open = open_one

@@ -1,4 +1,4 @@
-"""Sends each request in a task of its own, at its due time (open loop) or when another one has ended (closed loop).
+"""Sends each request at its due time (open loop) or when another one has ended (closed loop).
 
 An open loop never waits for answers: a slow server gets the same load as a fast one.
 """
@@ -32,11 +32,8 @@ async def run_load(
     concurrency: int | None = None,
     tell: Tell = lambda num_running, record: None,
 ) -> list[RequestRecord]:
-    """Returns records in the order of items. `concurrency` bounds concurrent requests; None: only due times matter.
-
-    When cancelled, it cancels the running requests and returns the records so far, so that a long run can be stopped
-    early.
-    """
+    """Returns records in the order of items. `concurrency`: None: only due times matter. A cancelled run returns the
+    records so far."""
     return await _Run(client, concurrency, tell).through(items)
 
 

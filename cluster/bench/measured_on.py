@@ -1,4 +1,4 @@
-"""The hardware that a figure was measured on; it is stored with every report."""
+"""The hardware that a figure was measured on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("baton", "torch", "triton", "ray", "grpcio", "fastapi", "uvicorn", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """This machine; `num_cores` are those this process may use, `gpus` as the driver names them."""
+    """`num_cores`: those this process may use."""
 
     cpu: str
     num_cores: int

@@ -1,4 +1,4 @@
-"""Token ids for spans, equal for equal seeds on every machine; and words for servers that take no token ids."""
+"""Token ids for spans, equal for equal seeds on every machine; words for servers that take no ids."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ WORDS = (
 
 
 class Prompts:
-    """Draws from `vocab_size` token ids, if known, without the first and last tenth, where special tokens are. Prompts
-    use at most `num_ids` of the rest."""
+    """Leaves out the first and last tenth of the vocabulary, where special tokens are. Uses at most `num_ids` ids."""
 
     def __init__(self, *, seed: int, vocab_size: int | None, num_ids: int | None = None) -> None:
         size = vocab_size or MIN_VOCAB
@@ -38,7 +37,7 @@ class Prompts:
         return token_ids
 
     def text(self, spans: Sequence[PrefixSpan]) -> str:
-        """One common word for each token; most tokenizers make about one token of it."""
+        """Most tokenizers make about one token of a common word."""
         return " ".join(WORDS[token % len(WORDS)] for token in self.ids(spans))
 
     def _draw(self, key: Key, num_tokens: int) -> list[int]:

@@ -9,7 +9,7 @@ from rich.text import Text
 from cluster.bench.bench_report import Percentiles, Report
 
 LATE_S = 0.01
-"""If this many seconds or more pass between due and sent (p99), the load client itself is the bottleneck."""
+"""Requests sent later than this (p99) show that the load client is the bottleneck."""
 
 
 def report_table(report: Report) -> RenderableType:

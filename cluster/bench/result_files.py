@@ -15,8 +15,8 @@ from protos.hints import unusable
 
 
 def check_files(written: Mapping[str, Path | None], read: Collection[Path] = ()) -> None:
-    """`written` is by flag. Leaves no new file. Raises Misconfigured for a file that could not be written, or that has
-    another use."""
+    """`written` is by flag. Raises Misconfigured for a file that cannot be written or has another use. Leaves no new
+    file."""
     used = {realpath(path) for path in read}
     for flag, path in written.items():
         if path is None:
@@ -49,7 +49,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def line_file(flag: str, path: Path | None) -> Iterator[Callable[[str], object] | None]:
-    """A function that writes lines; None without a path. Raises Misconfigured."""
+    """Yields a function that writes lines; None without a path. Raises Misconfigured."""
     if path is None:
         yield None
         return

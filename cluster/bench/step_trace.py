@@ -31,10 +31,10 @@ _LANES = {"KV send": "KV to", "KV receive": "KV from"}
 
 @contextmanager
 def profiling(path: Path | None, url: str, api_key: str) -> Iterator[Mark]:
-    """Records the workers' steps while open, and writes the file when it closes. Without a path it does nothing.
+    """Records the workers' steps while open, and writes the file when it closes.
 
     Raises Misconfigured if the file cannot be written, Unauthenticated or Forbidden without an administrator's key,
-    Unavailable if the server does not answer, NotFound if it is no Baton gateway.
+    Unavailable or NotFound for another server.
     """
     requests: list[Event] = []
     if path is None:
@@ -53,8 +53,7 @@ def profiling(path: Path | None, url: str, api_key: str) -> Iterator[Mark]:
 
 
 def chrome_trace(workers: Sequence[Mapping[str, Any]], requests: Sequence[Event] = ()) -> dict[str, Any]:
-    """The trace as a JSON object, from the workers' answers to /admin/profile and from events with `ts` in seconds
-    since 1970. Times in the trace are microseconds since the first event."""
+    """Events have `ts` in seconds since 1970. Times in the trace are microseconds since the first event."""
     profiles = [(worker["worker_id"], worker["profile"]) for worker in workers if worker["profile"] is not None]
     starts = [span["start_s"] + profile["wall_offset_s"] for _, profile in profiles for span in profile["spans"]]
     origin_s = min([*starts, *(event["ts"] for event in requests)], default=0.0)
@@ -72,8 +71,8 @@ def chrome_trace(workers: Sequence[Mapping[str, Any]], requests: Sequence[Event]
 
 
 class _LaneRows:
-    """Assigns rows to the spans of lanes. Chunks of several ranks overlap in time; a viewer draws only spans that nest
-    or follow one another, so overlapping spans get rows of their own."""
+    """Chunks of several ranks overlap in time, and a viewer draws only spans that nest or follow one another:
+    overlapping spans get rows of their own."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[str, int], float] = {}
@@ -95,7 +94,6 @@ class _LaneRows:
 
 
 def _steps(span: Mapping[str, Any], pid: int, shift_s: float, rows: _LaneRows) -> Iterator[Event]:
-    """A span; for a span of the device also the step's rows and tokens, 0 once it is over."""
     start, end = _micros(span["start_s"] + shift_s), _micros(span["start_s"] + span["duration_s"] + shift_s)
     args = {name: span[name] for name in _TOLD if span.get(name)}
     if span.get("kv"):
@@ -120,7 +118,6 @@ def _described(kv: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _requests(records: Sequence[RequestRecord], start_s: float) -> Iterator[Event]:
-    """Spans of the requests that got tokens: start, first token, end."""
     for record in records:
         if record.sent_s is None or not record.arrivals_s:
             continue
@@ -149,7 +146,6 @@ def _say_missing(workers: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _say_hidden(workers: Sequence[Mapping[str, Any]]) -> None:
-    """The share of KV transfer time that was hidden behind the prompts' computation."""
     spans = [span for worker in workers if worker["profile"] is not None for span in worker["profile"]["spans"]]
     sent = [span for span in spans if span["name"] == "KV send"]
     travelled_s = sum(span["duration_s"] for span in sent)

@@ -1,1 +1,1 @@
-"""The desired fleet: one owner, changes with their reasons, and what brings them about."""
+"""The desired fleet, and what brings it about."""

@@ -1,10 +1,9 @@
-"""Owns the desired fleet of a cluster. Operators and the planner change it through `order`, and in no other way.
+"""Owns the desired fleet of a cluster, which only `order` changes.
 
 order ─▶ check ─▶ actuator.begin: do the machines hold it? ─▶ record the change ─▶ reached, failed or replaced
                         └── no: the error, and nothing has changed
 
-The owner lives in the process of `baton serve` or `baton pools`, beside what remembers the desired workers over the
-supervisor's lives (ADR 34), and in the simulator. A store keeps its record over its own lives.
+The owner lives in the process of `baton serve` or `baton pools` (ADR 34), and in the simulator.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ log = logging.getLogger("baton.cluster")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetRecord:
-    """The state that survives the owner. `configured`: the fleet of the settings with which the owner began; `origin`:
-    the digest of their worker settings. Other settings take precedence over the record."""
+    """`configured`: the fleet of the settings with which the owner began; `origin`: the digest of their worker
+    settings. Other settings take precedence over the record."""
 
     configured: DesiredFleet
     desired: DesiredFleet
@@ -49,7 +48,7 @@ class FleetRecord:
 
 
 class FleetStore(Protocol):
-    """Keeps the owner's record over its lives. Never fails: a record that cannot be written now is written later."""
+    """Keeps the owner's record over its lives. Never fails: a record is written later if it cannot be now."""
 
     def save(self, record: FleetRecord) -> None: ...
 
@@ -91,9 +90,9 @@ class UnderWay:
 
 
 class FleetController:
-    """The `FleetOwner` where the desired fleet lives, on one event loop. `record`: of an earlier owner with the same
-    `configured` fleet. `store`: None if the workers end with the owner. `revise`: None if the fleet cannot be rolled.
-    `cut_off`: the roll of an earlier owner. `wall_clock`: seconds since 1970."""
+    """The `FleetOwner` where the desired fleet lives. `record`: of an earlier owner with the same `configured` fleet.
+    `store`: None if the workers end with the owner. `revise`: None if the fleet cannot be rolled. `cut_off`: the roll
+    of an earlier owner."""
 
     def __init__(
         self,
@@ -271,8 +270,8 @@ class FleetController:
         return change
 
     async def _follow_roll(self, rolling: UnderWay, before: DesiredFleet) -> None:
-        """A roll that fails goes back by itself, once. If that fails, too, the change ends with its reason, and workers
-        of both revisions stay until the next order. `before`: the fleet after a failure."""
+        """A roll that fails goes back by itself, once. If that fails, too, workers of both revisions stay until the
+        next order."""
         failure, reason = "", ""
         if not rolling.is_back and (failure := await self._failure_of(rolling.roll.run(), "the roll")):
             rolling.is_back = True
@@ -334,8 +333,7 @@ class FleetController:
 
 def continued(record: FleetRecord | None, configured: DesiredFleet, origin: str = "") -> FleetRecord | None:
     """Returns the record of an earlier owner that began with the same settings. Its changes have ended with it: its
-    workers are started anew, those of a roll with the former revision. With other worker settings there is no revision.
-    """
+    workers are started anew, those of a roll with the former revision."""
     if record is None or record.configured != configured:
         return None
     latest = record.changes[-1] if record.changes else None

@@ -1,14 +1,10 @@
 """The desired fleet in Redis: its owner's record, and calls of the owner by gateways elsewhere.
 
-baton:fleet              the owner's record, JSON
-baton:fleet:living       the owner's workers, JSON
-baton:fleet:learned      what the planner has learned of the load, JSON
-baton:fleet:calls        calls that no owner has taken yet (a list)
-baton:fleet:reply:<id>   the reply to a call (a list of one); expires
+baton:fleet, :living, :learned   the owner's record, its workers, what the planner has learned: JSON
+baton:fleet:calls                calls that no owner has taken yet (a list)
+baton:fleet:reply:<id>           the reply to a call (a list of one); expires
 
 The keys of a second fleet b begin with "baton@b:".
-
-gateway ── RPUSH call ─▶ list ── BLPOP ─▶ owner ── RPUSH reply ─▶ list ── BLPOP ─▶ gateway
 """
 
 from __future__ import annotations

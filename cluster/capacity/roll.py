@@ -1,10 +1,9 @@
 """Replaces the workers of a fleet by those of another revision while requests go on.
 
-older 1 + 3 ─▶ newer workers start, at most `surge` of each pool too many ─▶ they serve
-                   ▲                                                              │
-                   └── older ones drain: their sequences move to older ones ◀─────┘
-the last older ones: gateways begin nothing with them ─▶ their answers end ─▶ they drain
-a newer worker can never start: the same backwards
+newer workers start, at most `surge` of each pool too many ─▶ they serve ─▶ older ones drain ─▶ newer ones start ...
+
+Older workers' sequences move to older ones. Of the last ones gateways begin nothing any more, their answers end, and
+they drain. If a newer worker can never start, the roll goes backwards.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class FleetActuator(Protocol):
         kept: Mapping[WorkerRole, int] | None = None,
     ) -> Awaitable[None]:
         """Desires these numbers of workers of this `revision` (the last one, if none is given) and `kept` of others;
-        workers in `flips` change roles. Raises Misconfigured if the machines cannot hold them, Unavailable if this
-        cannot be known now; then nothing has changed.
+        workers in `flips` change roles. Raises Misconfigured if the machines cannot hold them, Unavailable if this is
+        unknown.
 
         The result returns when the fleet is reached or replaced. It raises the BatonError of a worker that will never
         start.
@@ -85,7 +84,7 @@ class RollMix:
 def next_mix(mix: RollMix, counts: Mapping[WorkerRole, int], surge: int) -> RollMix | None:
     """Returns the next step to a fleet of `counts` workers; None if it is there. A step either starts workers or ends
     some. Each pool keeps an older worker until the newer revision is complete; without a surge it ends with its last
-    worker."""
+    one."""
     growing = {role: count for role, count in counts.items() if mix.newer[role] < count}
     needed = {role: growing.get(role, 0) - mix.newer[role] for role in counts}
     if growing and surge:
@@ -128,8 +127,7 @@ class FleetRoll:
         self._next: RollMix | None = None
 
     async def start(self) -> None:
-        """Begins the first step. Raises InvalidRequest if the machines cannot hold it or nothing would serve, and
-        Unavailable; then nothing has changed."""
+        """Begins the first step. Raises InvalidRequest if the machines cannot hold it, and Unavailable."""
         answering = [role for role in self._counts if role is not WorkerRole.PREFILL]
         lone = [role for role in answering if self._counts[role] == 1]
         if not self._surge and lone:
@@ -148,7 +146,7 @@ class FleetRoll:
             ) from error
 
     async def run(self) -> None:
-        """Returns when every worker has the revision. Raises the BatonError of a worker that will never start."""
+        """Raises the BatonError of a worker that will never start."""
         while True:
             if self._reached is not None:
                 await self._reached

@@ -1,16 +1,12 @@
 """The planner's decision: `decide(observation, ...) -> FleetDecision`, pure, the same live, simulated and as advice.
 
 observation ─▶ may it decide? ─▶ what load comes? ─▶ which fleets serve it? ─▶ the cheapest ─▶ not yet?
-               stale, manual     rate, line, day     all near by              with the cost    fewer workers
-               change            and what is learned (`queueing`)             of getting there only after rest
 
 - Waiting, refused and failed requests count against the objective.
 - Without requests the fleet goes to its least. Without a fresh observation nothing changes.
 - A worker goes only if the others would serve the largest load of the last minutes, and no gateway is silent.
 - A fleet that was too small is not tried again at such a load for hours.
 - An ordered worker counts as there until it is given up; then it is not ordered again for a while.
-- A change of role costs less than a start and an end.
-- An operator's change holds for its time.
 """
 
 from __future__ import annotations
@@ -42,9 +38,9 @@ REACH = 2
 SPARE = 0.25
 """A smaller fleet must miss the objective by this share less than is allowed."""
 SMALL = 0.02
-"""Shares below this are compared by two digits: of two overloaded fleets the larger one is better."""
+"""Smaller shares are compared by two digits."""
 _DRIFT, _DEVIATIONS = 0.02, 2.0
-"""Measurements and the model's prediction may differ by this share, or by so many deviations of the sample."""
+"""Measurements and predictions may differ by this share, or by so many deviations of the sample."""
 _LEAST_FACTOR, _MOST_FACTOR, _FASTEST = 0.5, 4.0, 1.5
 _FORGET_PATIENCES = 8.0
 """A factor that nothing contradicts halves its distance from 1 in about six times `rest_s` (or `settle_s`)."""
@@ -163,7 +159,7 @@ class _Planner:
         return min(self._seen.window_s, max(0.0, self._seen.at_s - last_s))
 
     def _corrected(self, factors: LoadFactors, serving: Counts, elapsed_s: float) -> tuple[LoadFactors, bool]:
-        """Returns factors with which the model predicts what clients saw, and whether more was late than it predicted."""
+        """Returns factors with which the model predicts what clients saw, and whether more was late than predicted."""
         seen, rate = self._seen, self._rate()
         first_share = seen.num_begun / max(1, seen.num_ended)
         gap_share = 1.0 - seen.num_slow / max(1, seen.num_begun)
@@ -239,8 +235,7 @@ class _Planner:
         return sum(self._limits.devices[role] * count for role, count in counts.items())
 
     def _order(self, candidate: WeighedFleet) -> tuple[float, ...]:
-        """Sorts fleets that keep the objective by cost, before others by how little they miss it, the smaller ones
-        last."""
+        """Sorts fleets that keep the objective by cost, before others by how little they miss it."""
         shrinks, allowed = self._shrinks(candidate.counts), 1.0 - self._objective.attainment
         if shrinks:
             allowed *= 1.0 - SPARE
@@ -353,8 +348,8 @@ class _Planner:
 def _explaining(model: Callable[[float], float], share: float, num: int, factor: float, remaining: float) -> float:
     """Returns the load's factor by which `model` predicts the `share` of `num` requests in time.
 
-    The factor grows at once, by half at most, if the model is too hopeful, and shrinks slowly if it is too careful;
-    otherwise the part `remaining` of it stays. A model that says the same for every factor explains nothing.
+    It grows at once, by half at most, and shrinks slowly; otherwise the part `remaining` of it stays. A model that says
+    the same for every factor explains nothing.
     """
     predicted = model(factor)
     if not num or model(_MOST_FACTOR) == predicted == model(_LEAST_FACTOR):

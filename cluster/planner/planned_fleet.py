@@ -1,7 +1,6 @@
 """The owner of the fleet with the gateways' reports, and the planner that follows them.
 
 gateways ─ report ─▶ PlannedFleet ─ sights ─▶ Planner.decide ─ FleetOrder ─▶ the owner
-operators ─ order ──────▶ │ ──────────────────────────────────────────────────▶ │
 
 If the planner fails, the fleet stays, and operators change it as before.
 """
@@ -33,7 +32,7 @@ class _Received:
 
 
 class PlannedFleet:
-    """A `CapacityOwner`. Without `settings` nothing is planned. `clock`: monotonic; `wall_clock`: seconds since 1970."""
+    """A `CapacityOwner`. Without `settings` nothing is planned. `wall_clock`: seconds since 1970."""
 
     def __init__(
         self,

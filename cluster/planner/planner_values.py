@@ -78,7 +78,7 @@ class Observation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetObjective:
     """`attainment`: share of the requests whose first token comes within `ttft_s`, queueing included, and whose tokens
-    are at most `tpot_s` apart on average."""
+    are `tpot_s` apart on average."""
 
     ttft_s: float
     tpot_s: float
@@ -100,7 +100,7 @@ class PlannerPace:
     """- `settle_s`: fewer workers must have sufficed for this long before one goes
     - `rest_s`: between two changes that make the fleet smaller
     - `stale_s`: an older observation decides nothing
-    - `horizon_s`: over which the cost of an action is weighed
+    - `horizon_s`: over which actions are paid
     - `backlog_s`: within which the line shall be served
     - `expire_starts`: a worker is given up after this many starts' time
     """
@@ -133,8 +133,7 @@ AS_MODELLED = LoadFactors()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TooSmall:
-    """A fleet that did not keep the objective at this load. It is not tried again before `until_s`; `hold_s` doubles
-    each time. Rates are tokens a second."""
+    """A fleet that did not keep the objective at this load. `hold_s` doubles each time. Rates are tokens a second."""
 
     counts: Mapping[WorkerRole, int]
     prompt_rate: float
@@ -166,12 +165,11 @@ class LearnedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerMemory:
-    """One decision's notes for the next. A lost memory is learned anew.
+    """One decision's notes for the next.
 
     - `serving`: workers that served at the last look
     - `explained_s`: earlier requests correct no factor any more
-    - `peaks`: (second, requests a second) of the last `settle_s`
-    - `shrunk_s`: when the fleet was last made smaller
+    - `peaks`: (second, requests a second)
     - `gave_up_until_s`: no more workers of a role are ordered until then
     """
 
@@ -195,8 +193,7 @@ class WeighedFleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetDecision:
-    """The fleet to order. `flips`: workers that change from one role to another. `weighed`: the best fleets, cheapest
-    first."""
+    """`flips`: workers that change from one role to another. `weighed`: the best fleets, cheapest first."""
 
     at_s: float
     counts: Mapping[WorkerRole, int]

@@ -18,9 +18,9 @@ from cluster.planner.planner_values import AS_MODELLED, FleetObjective, LoadFact
 from protos.values import WorkerRole
 
 _OVERLOADED = 0.01
-"""Share that is in time at the limit of what workers can do. It falls with the load beyond."""
+"""The share that is in time at the limit of what workers can do."""
 _STABLE = 1.5 * _OVERLOADED
-"""The least share of a fleet that keeps up with the load: a line that grows for ever is worse."""
+"""The least share of a fleet that keeps up with the load."""
 _PREFILL, _DECODE, _COLOCATED = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.COLOCATED
 
 

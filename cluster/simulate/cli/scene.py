@@ -1,4 +1,4 @@
-"""A scenario ready to run: its settings, requests and faults, equal for all clusters of a sweep."""
+"""A scenario ready to run: settings, requests and faults, equal for all clusters of a sweep."""
 
 from __future__ import annotations
 
@@ -100,21 +100,19 @@ class Scene:
         )
 
     def fitting(self, config: SimulationConfig) -> tuple[list[UserSession], list[UserSession]]:
-        """The sessions that fit the workers, and the others. Raises Misconfigured if none fits."""
+        """Returns the sessions that fit, and the others. Raises Misconfigured if none fits."""
         return fitting(self.sessions, self.room(config))
 
     def room(self, config: SimulationConfig) -> SessionLimit:
-        """The room of the smallest worker."""
         specs = config.specs.values()
         return min((room_of(spec, self.settings.worker) for spec in specs), key=lambda room: room.num_tokens)
 
     def cluster(self, choice: ClusterChoice) -> dict[str, Any]:
-        """The cluster in a file of figures."""
         return {name: value for name, value in asdict(choice).items() if value is not None}
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether the load is as long as its figures need: generated, without a number of requests, and untroubled."""
+        """Whether the load lasts until its figures are steady."""
         return self.load is not None and not self.scenario.workload.requests and not self._is_troubled
 
     @property
@@ -127,8 +125,8 @@ class Scene:
         return replace(self, load=load, sessions=generated_at_rate(self.scenario.workload.name, load))
 
     def offered(self, config: SimulationConfig) -> Mapping[WorkerRole, float]:
-        """The share of its capacity that a generated load asks of each pool at least; empty for a trace and in
-        trouble."""
+        """The share of its capacity that a generated load asks of each pool at least; empty for a trace and with
+        faults."""
         if self.load is None or self._is_troubled:
             return {}
         return offered(config, work_of_sessions(self.sessions), self.load.num_requests / self.load.rate)
@@ -139,7 +137,6 @@ class Scene:
 
     @property
     def hardware(self) -> str:
-        """GPU, model and the number of gateways, in words."""
         hardware, worker = self.scenario.hardware, self.settings.worker
         model = f"{Path(hardware.model).name}{'' if hardware.dtype is None else f' in {hardware.dtype}'}"
         model += ", whole experts on GPUs" if worker.expert_parallel else ""
@@ -147,7 +144,6 @@ class Scene:
         return f"GPU {Path(hardware.gpu).name}, model {model}{gateways_text(self.scenario.cluster.gateways)}"
 
     def schedule(self, config: SimulationConfig, sessions: Sequence[UserSession]) -> list[Fault]:
-        """The faults that are written down, and random ones."""
         until_s = max(session.due_s for session in sessions)
         random = drawn(
             self.scenario.faults.random, seed=self.scenario.seed, workers=config.pools.worker_ids(),

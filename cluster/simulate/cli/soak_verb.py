@@ -1,5 +1,4 @@
-"""`baton simulate --soak` and `--replay`: random clusters with random faults, and the report of a run that did not
-end."""
+"""`baton simulate --soak` and `--replay`: random clusters with random faults."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ SOAKED_A_LINE = 100
 
 
 def soak_clusters(seeds: range) -> None:
-    """Raises Exit(1) if an invariant broke in a cluster, or a simulation failed; Exit(130) after Ctrl-C."""
+    """Raises Exit(1) if a cluster broke, Exit(130) after Ctrl-C."""
     num_done = num_broken = 0
     interrupted = False
     errors = Console(stderr=True)
@@ -52,8 +51,7 @@ def soak_clusters(seeds: range) -> None:
 
 
 def _print_broken(errors: Console, seed: int, error: Exception) -> None:
-    """The seed and the broken invariant; with the traceback for any other error, a bug of the product or the
-    simulator."""
+    """Prints the seed and the error, with the traceback unless it is a broken invariant."""
     line = f"baton simulate --replay {seed}: {soaking.reason(error)}"
     errors.print(line, style="red", highlight=False, soft_wrap=True)
     if not soaking.is_broken_invariant(error):
@@ -79,7 +77,7 @@ def replay_one(seed: int, events: Path | None) -> None:
 
 @contextmanager
 def ending_reported() -> Iterator[None]:
-    """Prints a broken invariant and raises Exit(1). Prints an interruption and raises Exit(130). Other errors pass."""
+    """Prints a broken invariant and raises Exit(1), or an interruption and raises Exit(130)."""
     try:
         yield
     except Interrupted as cut:

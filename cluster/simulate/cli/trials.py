@@ -1,4 +1,4 @@
-"""Runs of a scene: one cluster until its figures are steady, and a sweep of clusters."""
+"""Runs a scene: one cluster until its figures are steady, and a sweep of clusters."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ MAX_STEADY_SWEPT = MAX_STEADY // 4  # the same for each cluster of a sweep
 
 @dataclass(frozen=True, slots=True)
 class SweptClusters:
-    """The clusters of a sweep: those to try; those that cannot be, hold none of the sessions or lack the target of a
-    fault, with the error; and those that are offered more than they can do, by pool."""
+    """`impossible` clusters cannot be, hold no session, or lack a fault's target; `overloaded` ones are offered more
+    than they can do, by pool."""
 
     possible: dict[ClusterChoice, SimulationConfig] = field(default_factory=dict)
     impossible: dict[ClusterChoice, Misconfigured] = field(default_factory=dict)
@@ -81,7 +81,6 @@ class SweptClusters:
 
     @property
     def nearest(self) -> str:
-        """The overloaded cluster that is offered least."""
         choice, shares = min(self.overloaded.items(), key=lambda item: max(item[1].values()))
         pool = max(shares, key=lambda role: shares[role])
         return f"the nearest is {choice}, whose {pool} pool is offered {shares[pool]:.0%} of what it can do"
@@ -117,7 +116,6 @@ def sweep_clusters(
 def _marks(
     scene: Scene, clusters: SweptClusters, trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget]
 ) -> dict[str, Any]:
-    """A sweep's part of its file of figures."""
     best = cheapest(trials)
     return {
         "num_done": len(trials),
@@ -138,7 +136,6 @@ def _marks(
 def _notes(
     clusters: SweptClusters, trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget], left_out: str
 ) -> list[str]:
-    """The lines below the table."""
     num_every = len(clusters.possible) + len(clusters.impossible) + len(clusters.overloaded)
     of_every = f"of {counted(num_every, 'cluster')}"
     notes = []
@@ -164,7 +161,7 @@ def _print_sweep(trials: Sequence[SweepTrial], notes: Sequence[str]) -> None:
 def _try_all(
     scene: Scene, possible: Mapping[ClusterChoice, SimulationConfig], targets: Sequence[PercentileTarget]
 ) -> list[SweepTrial]:
-    """Simulates clusters one after the other, until Ctrl-C; then there are fewer trials than clusters."""
+    """After Ctrl-C there are fewer trials than clusters."""
     trials: list[SweepTrial] = []
     with bars(Console(stderr=True)) as bar, suppress(KeyboardInterrupt):
         row = bar.add_task("", total=len(possible))
@@ -201,8 +198,8 @@ def until_steady(
     write: Callable[[str], object] | None = None,
     steer: Steer | None = None,
 ) -> tuple[SimulationOutcome, Summary]:
-    """Runs a load that is open-ended for longer until its figures are steady, for at most `most` requests. A load whose
-    requests waited longer and longer twice will not settle."""
+    """Runs an open-ended load for longer until its figures are steady, for at most `most` requests. A load that grew
+    twice will not settle."""
     has_grown = False
     while True:
         sessions, left_out = scene.fitting(config)
@@ -225,7 +222,6 @@ def warn_left_out(left_out: Sequence[UserSession], room: SessionLimit) -> None:
 
 
 def document_of(scene: Scene, command: str, trials: Sequence[SweepTrial]) -> dict[str, Any]:
-    """The file of figures."""
     return {
         "format": FORMAT,
         "command": command,

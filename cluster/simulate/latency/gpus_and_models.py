@@ -1,5 +1,4 @@
-"""GPUs and models by name, or from files of the user's own: a TOML file for a GPU, a checkpoint's config.json for a
-model."""
+"""GPUs and models by name, a GPU's TOML file, or a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ _BITS = re.compile(r"(?:int|nf|exl2-)(\d+(?:\.\d+)?)")
 
 
 def gpu_of(name: str) -> Gpu:
-    """The GPU of this name or file. Raises Misconfigured for an unknown GPU."""
+    """Raises Misconfigured for an unknown GPU."""
     if name.endswith(GPU_SUFFIX):
         return read_gpu(Path(name))
     if name not in GPUS:
@@ -53,8 +52,7 @@ def gpu_of(name: str) -> Gpu:
 
 
 def model_of(name: str, dtype: str | None = None, *, whole_experts: bool = False) -> ModelShape:
-    """The model of this name or file, with weights of `dtype` or of its checkpoint's type. Raises Misconfigured for an
-    unknown model, and for a model without experts if `whole_experts` is set."""
+    """Weights are of `dtype`, or of the checkpoint's type. Raises Misconfigured."""
     dtype, path = SHORT_NAMES.get(dtype or "", dtype), Path(name)
     if name.endswith(MODEL_SUFFIX) or (name not in MODELS and path.is_dir()):
         model = read_model(path / "config.json" if path.is_dir() else path, dtype)
@@ -78,8 +76,7 @@ def model_of(name: str, dtype: str | None = None, *, whole_experts: bool = False
 
 
 def read_gpu(path: Path) -> Gpu:
-    """Reads a GPU's file. `like` names the GPU whose figures replace missing ones, and whose measured shares apply.
-    Raises Misconfigured."""
+    """`like` names the GPU whose figures and measured shares replace missing ones. Raises Misconfigured."""
     subject = f"hardware.gpu = {str(path)!r}"
     described = read_toml(path, "hardware.gpu", "hardware.gpu")
     like = described.pop("like", None)
@@ -100,8 +97,7 @@ def read_gpu(path: Path) -> Gpu:
 
 
 def read_model(path: Path, dtype: str | None = None) -> ModelShape:
-    """Reads a checkpoint's config.json as the engine does. Weights are of `dtype`, or of the checkpoint's type. Raises
-    Misconfigured."""
+    """Reads a checkpoint's config.json as the engine does. Raises Misconfigured."""
     try:
         files = open_model(path.parent)
         fields = Fields.of_file(files, path.name)
@@ -134,7 +130,7 @@ def read_model(path: Path, dtype: str | None = None) -> ModelShape:
 
 
 def _stored_type(stored: WeightFormat | None) -> str:
-    """One of `DTYPES`; of gpt-oss's layers besides experts, bfloat16. Fewer than 4 bits count as 4."""
+    """Returns one of `DTYPES`; bfloat16 for gpt-oss's layers besides experts. Fewer than 4 bits count as 4."""
     if stored is None or stored.label == MXFP4:
         return BFLOAT16
     if bits := _BITS.search(stored.label):

@@ -27,8 +27,6 @@ HOP_S = 10e-6  # time of one message between hosts; same source (`p2p_latency`)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductTimes:
-    """Times of a GPU's matrix products with weights of one type."""
-
     compute_share: float
     memory_share: float
     sharpness: float
@@ -43,8 +41,8 @@ class ProductTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionTimes:
-    """Times of one layer's attention. `element_s`: time per number of a query, for reading and writing it with its key,
-    value and output; `row_s`: per head of a decoding sequence."""
+    """Times of one layer's attention. `element_s`: per number of a query, with its key, value and output; `row_s`: per
+    head of a decoding sequence."""
 
     compute_share: float
     memory_share: float
@@ -79,7 +77,7 @@ class AllReduceTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTimes:
-    """The times of one GPU's kernels. `products` and `experts` are by the weights' type (`shapes.DTYPES`)."""
+    """`products` and `experts` are by the weights' type (`shapes.DTYPES`)."""
 
     products: dict[str, ProductTimes]
     experts: dict[str, ProductTimes]

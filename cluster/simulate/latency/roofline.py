@@ -1,7 +1,4 @@
-"""Step times of GPUs without measurements: a roofline of each kind of kernel, added up over the layers.
-
-Host work is not included: the engine plans and packs while the device computes (ADR 10).
-"""
+"""Step times of GPUs: a roofline of each kind of kernel, added up over the layers. Host work is hidden (ADR 10)."""
 
 from __future__ import annotations
 
@@ -16,12 +13,11 @@ from protos.errors import Misconfigured
 
 ACTIVATION_BYTES = 2.0
 HOST_S = 0.002
-"""Host work of a step if no step is in flight (`worker.steps_in_flight = 0`) to hide it: an estimate."""
+"""An estimate of a step's host work that no step in flight hides (`worker.steps_in_flight = 0`)."""
 
 
 def check_fitted(gpu_name: str, gpu: Gpu, model_name: str, model: ModelShape) -> None:
-    """Raises Misconfigured for a type of weights that the GPU has no products for, or whose products were not
-    measured."""
+    """Raises Misconfigured for a type of weights whose products the GPU lacks, or that were not measured."""
     subject = f"hardware.gpu = {gpu_name!r} with model = {model_name!r}, whose weights are {model.dtype}"
     if model.computed_in != BFLOAT16 and gpu.fp8_flops is None:
         able = ", ".join(name for name, other in GPUS.items() if other.fp8_flops is not None)
@@ -34,15 +30,13 @@ def check_fitted(gpu_name: str, gpu: Gpu, model_name: str, model: ModelShape) ->
 
 
 def busiest_share(mean: float, num_gpus: int) -> float:
-    """How much more than the mean the busiest of `num_gpus` gets, if each gets `mean` on average, at random: the
-    expected maximum of as many normal variables (Cramer, Mathematical Methods of Statistics, 28.6) whose variance is
-    that of a Poisson distribution."""
+    """The most that one of `num_gpus` gets over the mean: the expected maximum of as many normal variables (Cramer,
+    Mathematical Methods of Statistics, 28.6) with a Poisson distribution's variance."""
     return 1 + math.sqrt(2 * math.log(num_gpus) / mean) if mean else 1.0
 
 
 class Product(NamedTuple):
-    """A product of activations with `depth` numbers per token and weights of `depth` x `width`, `repeats` times per
-    step."""
+    """Activations with `depth` numbers per token times weights of `depth` x `width`, `repeats` times per step."""
 
     width: float
     depth: float
@@ -50,7 +44,7 @@ class Product(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """The seconds of a step, by kind."""
+    """Seconds."""
 
     products: float = 0.0
     experts: float = 0.0
@@ -63,8 +57,7 @@ class StepParts(NamedTuple):
 
 
 class Roofline:
-    """Step times of one worker's `tp` GPUs, which share heads, experts and the hidden layers of MLPs. `slowness`
-    multiplies the time of arithmetic."""
+    """Step times of one worker's `tp` GPUs, which share heads, experts and MLPs. `slowness` multiplies arithmetic."""
 
     def __init__(
         self, *, gpu: Gpu, model: ModelShape, tp: int = 1, host_s: float = 0.0, slowness: float = 1.0,
@@ -104,8 +97,8 @@ class Roofline:
         return taken_s
 
     def _make_decode_s(self) -> tuple[float, float, float]:
-        """The times of decode attention in all layers: constant, per sequence, per KV position read. The heads that
-        share a key read it once; absorbed latent attention may be bound by arithmetic, as 128 heads share one key."""
+        """Times in all layers: constant, per sequence, per KV position read. Heads that share a key read it once; 128
+        heads that share a latent may be bound by arithmetic."""
         model, gpu, layers, latent = self.model, self.gpu, self.model.layers, self.model.latent
         heads, kv_bytes = model.heads / self.tp, model.kept_bytes(self.tp) / self.tp / layers
         fitted = self._kernels.attention if latent is None else self._kernels.latent
@@ -116,8 +109,7 @@ class Roofline:
         return fitted.decode_fixed_s * layers, fitted.row_s * heads * layers, read_s * layers
 
     def _make_prefill_s(self) -> tuple[float, float, float, float]:
-        """The times of prefill attention in all layers: constant, per token, per pair of a token and one it attends to,
-        per KV position read."""
+        """Times in all layers: constant, per token, per pair of a token and one it attends to, per KV position read."""
         model, layers, latent = self.model, self.model.layers, self.model.latent
         heads = model.heads / self.tp
         fitted = self._kernels.attention if latent is None else self._kernels.latent
@@ -129,11 +121,10 @@ class Roofline:
         return fitted.prefill_fixed_s * layers, token_s * layers, attended_s * layers, read_s * layers
 
     def projections(self) -> list[Product]:
-        """The products around attention, in all layers."""
         return self._latent_projections() if self.model.latent is not None else self._grouped_projections()
 
     def mlps(self) -> list[Product]:
-        """The MLPs' products in all layers, with shared experts but without routed ones."""
+        """The MLPs' products in all layers, shared experts included."""
         model, experts = self.model, self.model.experts
         num_routed = self._num_routed_layers()
         widths = [(model.width, model.layers - num_routed)]
@@ -173,7 +164,6 @@ class Roofline:
         )
 
     def _grouped_projections(self) -> list[Product]:
-        """Queries, keys and values in one product, and the output's product."""
         model, tp = self.model, self.tp
         heads, kv_heads = model.heads / tp, max(1.0, model.kv_heads / tp)
         return [
@@ -182,9 +172,8 @@ class Roofline:
         ]
 
     def _latent_projections(self) -> list[Product]:
-        """The products of latent attention. Queries and keys are compressed, on every rank. Queries are expanded from
-        their latents. The expansion of keys and values is absorbed into queries and output while decoding, at the same
-        size. The output's product comes last."""
+        """Queries and keys are compressed on every rank. The expansion of keys and values is absorbed into queries and
+        output while decoding, at the same size."""
         model, latent = self.model, self.model.latent
         assert latent is not None
         heads, layers = model.heads / self.tp, model.layers
@@ -201,8 +190,7 @@ class Roofline:
         return 0 if experts is None else self.model.layers - experts.num_dense_layers
 
     def experts_s(self, num_tokens: float) -> float:
-        """Seconds of the routed experts. Each GPU has a share of every expert's columns, or whole experts; then the
-        GPU whose experts are chosen most often decides."""
+        """Seconds of the routed experts. With whole experts on GPUs the one whose experts are chosen most decides."""
         model = self.model
         if (experts := model.experts) is None:
             return 0.0
@@ -218,8 +206,7 @@ class Roofline:
         return self._num_routed_layers() * taken_s
 
     def _elementwise_bytes(self, num_tokens: float) -> float:
-        """Bytes of elementwise kernels: two norms with residual additions on every GPU, and the activation on its
-        share, which reads two numbers and writes one."""
+        """Bytes of two norms with residual additions on every GPU, and of the activation on its share."""
         model, experts = self.model, self.model.experts
         hidden = 2 * 4 * model.hidden * model.layers
         width = float(model.width * model.layers)

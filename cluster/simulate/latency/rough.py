@@ -1,5 +1,4 @@
-"""Step times that never change, so that a seed of the soak means the same cluster after the roofline is fitted again,
-and figures of router versions stay comparable."""
+"""Step times that never change, so that a soak's seed means the same cluster after the roofline is fitted again."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ LAUNCH_S = 0.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rough:
-    """A `Latency`: the larger of arithmetic and bytes, plus a launch."""
+    """The larger of arithmetic and bytes, plus a launch."""
 
     compute_share: float = 0.6
 

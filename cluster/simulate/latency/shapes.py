@@ -1,7 +1,4 @@
-"""The figures of simulated GPUs and models: public figures from `gpus.toml` and `models.toml`.
-
-Rates are the makers' dense figures. `cluster.simulate.latency.kernels` holds the share of them that kernels reach.
-"""
+"""GPUs and models from `gpus.toml` and `models.toml`. Rates are the makers' dense figures."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ from workers.worker_config import KVDtype
 HOST_GPUS = 8
 BFLOAT16, FP8, FP8_BLOCK, INT8, INT4, MXFP4 = "bfloat16", "fp8", "fp8_block", "int8", "int4", "mxfp4"
 DTYPES = (BFLOAT16, FP8, FP8_BLOCK, INT8, INT4, MXFP4)
-"""The types of weights. `fp8` has one scale per tensor, `fp8_block` one per block of 128 x 128, as in DeepSeek-V3;
-integers have one per group of 128 inputs, MXFP4 one per 32, and both are multiplied in bfloat16."""
+"""`fp8` has one scale per tensor, `fp8_block` one per 128 x 128 as in DeepSeek-V3. Integers (a scale per 128 inputs)
+and MXFP4 (per 32) are multiplied in bfloat16."""
 
 SHORT_NAMES = {"bf16": BFLOAT16}
 
@@ -37,7 +34,7 @@ COMPUTED_IN = {dtype: BFLOAT16 if dtype in (INT8, INT4, MXFP4) else dtype for dt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU. A worker with more GPUs than the `HOST_GPUS` of one host reduces over their network cards, one per GPU."""
+    """A worker with more GPUs than the `HOST_GPUS` of a host reduces over one network card per GPU."""
 
     flops: float  # per second, dense, bfloat16
     fp8_flops: float | None  # per second, dense; None: its tensor cores have no fp8
@@ -60,11 +57,10 @@ GPU_KEYS = {
     "host_gb_per_s": ("host_rate", 1e9),
     "usd_per_hour": ("usd_per_hour", 1.0),
 }
-"""The keys of a GPU's file, each with its field of `Gpu` and its unit."""
+"""Key of a GPU's file -> field of `Gpu` and unit."""
 
 
 def gpu_figures(described: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of `Gpu` from the keys of a GPU's file. `fp8_tflops` of 0 becomes None."""
     figures = {GPU_KEYS[key][0]: value * GPU_KEYS[key][1] for key, value in described.items()}
     return figures | {name: value or None for name, value in figures.items() if name == "fp8_flops"}
 
@@ -78,8 +74,8 @@ GPUS = {name: Gpu(like=name, **gpu_figures(described)) for name, described in _d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The experts of a model. A token visits `num_active` of the `num` routed experts of a layer, and all `num_shared`,
-    which count in widths of a routed one. `num_dense_layers` layers have none."""
+    """A token visits `num_active` of a layer's `num` routed experts, and all `num_shared`, which count in widths of a
+    routed one."""
 
     num: int
     num_active: int
@@ -88,16 +84,15 @@ class Experts:
     num_dense_layers: int = 0
 
     def touched(self, num_tokens: float) -> float:
-        """The expected number of a layer's routed experts that `num_tokens` tokens visit, if each token draws its
-        experts at random."""
+        """The expected number of a layer's routed experts that `num_tokens` tokens visit at random."""
         return self.num * (1 - float((1 - self.num_active / self.num) ** num_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `kv_rank + rope_dim` numbers are cached per token
-    and layer. A prompt attends with heads of `nope_dim + rope_dim` and values of `value_dim`. A decode step attends to
-    the cached numbers: a head compares `kv_rank + rope_dim` numbers and sums up `kv_rank`."""
+    and layer. A prompt attends with heads of `nope_dim + rope_dim` and values of `value_dim`, a decode step to the
+    cached numbers."""
 
     query_rank: int  # 0: queries are not compressed
     kv_rank: int
@@ -108,9 +103,9 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """The sizes of a model. Per layer and token, `kv_heads` x `kv_width` numbers are cached as keys, and as many as
-    values. The GPUs of a worker share all layers (tensor parallelism), and of each routed expert the columns, or, with
-    `whole_experts`, its experts. `windows` are those of the layers, in turns; 0: none."""
+    """`kv_heads` x `kv_width` numbers are cached per layer and token as keys, and as many as values. A worker's GPUs
+    share each routed expert's columns, or, with `whole_experts`, the experts. `windows` are those of the layers, in
+    turns; 0: none."""
 
     params: float
     layers: int
@@ -146,7 +141,7 @@ class ModelShape:
 
     @property
     def window_shares(self) -> tuple[tuple[int | None, float], ...]:
-        """Each window, with the share of the layers that have it. Empty if no layer has one."""
+        """Each window with its share of the layers; empty if no layer has one."""
         kinds = Counter(self._layer_windows())
         return tuple((window, num / self.layers) for window, num in kinds.items()) if any(kinds) else ()
 
@@ -156,29 +151,26 @@ class ModelShape:
 
     @property
     def expert_params(self) -> float:
-        """The number of parameters of all routed experts."""
         if (experts := self.experts) is None:
             return 0.0
         return 3.0 * experts.num * experts.width * self.hidden * (self.layers - experts.num_dense_layers)
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes of KV per token, in all layers."""
+        """Bytes per token, in all layers."""
         return float(self.layout(1).block_bytes)
 
     def kept_bytes(self, tp: int) -> float:
-        """Bytes of KV per token on all `tp` ranks together. A head cannot be split: with more ranks than key/value
-        heads, several ranks keep the same head. With latent attention, which has one head, all ranks keep it."""
+        """Bytes of KV per token on all `tp` ranks. Ranks beyond the key/value heads repeat a head."""
         return self.kv_bytes * max(1.0, tp / self.kv_heads)
 
     def stored_bytes(self, tp: int, block_size: int) -> float:
-        """Bytes of memory that a block takes on all `tp` ranks together: with groups of layers for windows, also what
-        smaller groups leave empty."""
+        """Bytes of a block on all `tp` ranks, with what smaller groups of layers leave empty."""
         layout = self.layout(block_size)
         return self.kept_bytes(tp) * block_size * layout.stored_bytes / layout.block_bytes
 
     def held_bytes(self, tp: int) -> float:
-        """Bytes of weights on all `tp` GPUs together, if each has as much as the one with the most."""
+        """Bytes of weights on all `tp` GPUs, if each has as much as the one with the most."""
         others = self.params - self.expert_params
         uneven = 1.0
         if self.experts is not None and self.whole_experts:
@@ -186,12 +178,11 @@ class ModelShape:
         return others * WEIGHT_BYTES[self.dtype] + self.expert_params * uneven * self.expert_bytes
 
     def splits(self, tp: int) -> bool:
-        """Whether this number of ranks can share its heads evenly."""
         return splits_heads(self.heads, self.kv_heads, tp)
 
     def layout(self, block_size: int) -> KVLayout:
-        """The KV layout of all ranks together: a simulated worker is one rank, however many GPUs its device stands
-        for. Raises UnsupportedModel for latents in 8 bits."""
+        """The KV layout of all ranks together: a simulated worker is one rank. Raises UnsupportedModel for latents in 8
+        bits."""
         if self.latent is not None:
             refuse_latents(self.kv_dtype)
             width = self.latent.kv_rank + self.latent.rope_dim
@@ -211,7 +202,7 @@ MODELS = msgspec.convert(_described("models.toml"), dict[str, ModelShape])
 
 
 def num_blocks(gpu: Gpu, model: ModelShape, *, tp: int, block_size: int, memory_share: float = 0.9) -> int:
-    """KV blocks that fit beside the weights, in `memory_share` of all GPUs of a worker. Raises Misconfigured."""
+    """KV blocks that fit beside the weights in `memory_share` of a worker's GPUs. Raises Misconfigured."""
     weights = model.held_bytes(tp)
 
     def fitting(tp: int, share: float) -> int:

@@ -1,4 +1,4 @@
-"""The work of a step, and the interface of what says how long it takes."""
+"""The work of a step, and the interface of step times."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import NamedTuple, Protocol
 
 
 class StepWork(NamedTuple):
-    """The work of a step. `num_rows`: sequences; `num_tokens`: computed tokens; `num_read`: KV positions that are read,
-    once per row; `num_attended`: pairs of a computed position and one it attends to. Means over steps may be fractions.
-    """
+    """`num_rows`: sequences; `num_tokens`: computed; `num_read`: KV positions, once per row; `num_attended`: pairs of a
+    computed position and one it attends to; `num_single`: rows of one token. Means over steps may be fractions."""
 
     num_rows: float
     num_tokens: float
@@ -20,17 +19,15 @@ class StepWork(NamedTuple):
 
 
 class Latency(Protocol):
-    """The seconds of a step."""
-
     def step_s(self, step: StepWork) -> float: ...
 
 
 WindowShares = Sequence[tuple[int | None, float]]
-"""The windows of a model's layers (None: no window), each with its share of the layers; empty if there are none."""
+"""The windows of a model's layers (None: no window) with their shares of the layers; empty without windows."""
 
 
 def windowed_step_of(rows: Sequence[tuple[int, int]], shares: WindowShares) -> StepWork:
-    """The same of a model with windows: what is read and attended to is the mean over its layers."""
+    """Adds up rows as `step_of` does. Positions read and attended to are means over the layers."""
     num_read = num_attended = num_single_read = 0.0
     for window, share in shares:
         for computed, context in rows:

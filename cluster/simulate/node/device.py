@@ -1,13 +1,11 @@
 """A simulated device: computes the toy model's tokens in the time of the latency model.
 
-The device keeps the content of every position of a block. So a block that was never sent, was released too early or has
-two owners produces a wrong token (`workers.toy`). A sequence is summed up in full when it comes to this device or
-returns to it. In between, only its new positions are added, unless the device is `thorough`.
+The device keeps the content of every position of a block, so a block that was never sent, was released too early or has
+two owners produces a wrong token (`workers.toy`). A sequence is summed up in full when it comes to this device; then
+only its new positions are added, unless the device is `thorough`.
 
-With windows (`protos.values.KVLayout.windows`) a page is of one group of layers. Pages of a group without a window have
-what they have in a model of one group. A position of a windowed group has the sum of all positions up to it: the next
-one is added to it, so that a page which is missing behind the window is not missed, and one within it is. Where a
-sequence is summed up in full, the windows must agree with the sum; if not, the token is a wrong one.
+A page of a windowed group of layers has at each position the sum of all positions up to it, so a page that is missing
+behind the window is not missed. A full sum must agree with the windows, or the token is a wrong one.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _NOTHING = RowOutput()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """A copy of blocks in transfer. `nbytes` is the size of real blocks, `sums` are the blocks' sums."""
+    """`nbytes`: of real blocks; `sums`: of the blocks."""
 
     content: Any  # uint16 [units, positions of a unit]
     nbytes: int
@@ -49,7 +47,7 @@ class Payload:
 
 @dataclass(slots=True)
 class DeviceWork:
-    """The work that a device has done. A step's time is divided between prompts and answers by tokens."""
+    """A step's time is divided between prompts and answers by tokens."""
 
     prompt_s: float = 0.0
     answer_s: float = 0.0
@@ -61,7 +59,7 @@ class DeviceWork:
         return self.prompt_s + self.answer_s
 
     def count(self, step: StepWork, num_answer: int, num_drafted: int, step_s: float) -> None:
-        """`num_answer` rows decode, with `num_drafted` drafts. Of drafts only time counts."""
+        """`num_answer` rows decode, with `num_drafted` drafts, of which only the time counts."""
         num_prompt = int(step.num_tokens) - num_answer - num_drafted
         self.num_answer_tokens += num_answer
         self.num_prompt_tokens += num_prompt
@@ -77,7 +75,7 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """The pending steps of a batch, which end at `end_s`. `fetch` moves the device's clock there."""
+    """A batch whose steps end at `end_s`. `fetch` moves the device's clock there."""
 
     device: Device
     output: StepOutput
@@ -94,10 +92,11 @@ class Launched:
 class Device:
     """The pipeline of one engine (`workers.batch.Pipeline`) and its KV cache (`workers.transfer.rank_transfer.Blocks`).
 
-    `now_s` is the engine's own time: set before each of its turns, advanced when it waits. `slowness` multiplies the
-    time of steps from now on. A `thorough` device keeps in `began` the position that was
-    computed first, by request. `num_pages` are those of all groups; `shares` are the windows that step times depend on.
-    `host_s` delays a step that is launched while none is in flight: the host's work, which nothing hides then.
+    - `now_s`: the engine's own time, set before each of its turns
+    - `slowness` multiplies the time of steps from now on
+    - `thorough`: `began` keeps the first computed position of each request
+    - `shares`: windows that step times depend on
+    - `host_s`: the host's work before a step that is launched while none is in flight
     """
 
     def __init__(
@@ -144,7 +143,6 @@ class Device:
     # -- a pipeline ----------------------------------------------------------------------------------------------------
 
     def launch(self, batch: Batch) -> Launched:
-        """Launches a batch, which begins when the previous step ends."""
         rows = [((stop := row.stop) - row.start, stop) for row in batch.rows]
         step = windowed_step_of(rows, self._shares) if self._shares else step_of(rows)
         step_s = self._step_s(step)
@@ -162,7 +160,6 @@ class Device:
 
     @property
     def row_limits(self) -> RowLimits:
-        """The number of steps that were foreseen."""
         return RowLimits(num_steps=sys.maxsize, num_drafts=MAX_DRAFTS)
 
     def clock(self) -> float:
@@ -171,7 +168,7 @@ class Device:
     # -- several steps at once -----------------------------------------------------------------------------------------
 
     def foresee(self, num_steps: int, *, in_flight: bool) -> list[float]:
-        """The ends of `num_steps` further steps, counted from the end of the `in_flight` one, if any."""
+        """Returns the ends of `num_steps` further steps, counted from the end of the `in_flight` one, if any."""
         rows = self.last.rows
         num_rows, stops = len(rows), [stop for stop, _ in self._totals.values()]  # each of them sampled
         read, end_s = sum(stops), max(self._free_s, self.now_s)
@@ -204,8 +201,7 @@ class Device:
         return Launched(device=self, output=self._output, end_s=self._free_s)
 
     def _decode(self, row: Row, token_id: int, num_steps: int) -> tuple[int, ...]:
-        """The tokens of `num_steps` steps after the positions that the device has summed up; the last of these is
-        `token_id`."""
+        """Returns the tokens of `num_steps` steps after the summed-up positions, the last of which has `token_id`."""
         start, total = self._totals[row.request_id]
         assert row.sample is not None
         params, size = row.sample.params, self._vocab_size
@@ -239,7 +235,7 @@ class Device:
     def _decode_groups(
         self, row: Row, token_id: int, num_steps: int, total: int, base: int, stride: int
     ) -> tuple[int, ...]:
-        """The same for several groups: `total` has `base` in it, to which each step adds `stride`."""
+        """Does the same for several groups: `total` has `base` in it, to which each step adds `stride`."""
         start, _ = self._totals[row.request_id]
         tokens, added = list[int](), list[int]()
         for position in range(start, start + num_steps):
@@ -252,8 +248,7 @@ class Device:
         return tuple(tokens)
 
     def _compute(self, batch: Batch) -> StepOutput:
-        """The output of a batch. All rows write before any row reads. A sequence with just one new token is not summed
-        up again."""
+        """All rows write before any row reads. A sequence with one new token is not summed up again."""
         rows, before, vocab_size = batch.rows, self._totals, self._vocab_size
         added = [self._write(row, self._tokens(row)) for row in rows]
         totals: dict[str, tuple[int, int]] = {}
@@ -290,7 +285,7 @@ class Device:
         return StepOutput(rows=tuple(outputs))
 
     def _tokens(self, row: Row) -> Sequence[int]:
-        """The row's tokens, with the token that the previous step sampled, or with drafts."""
+        """Returns the row's tokens, with its drafts or the token that the previous step sampled."""
         if row.depends_on_row is None:
             return row.token_ids + row.draft_ids
         token_ids = self._output.rows[row.depends_on_row].token_ids
@@ -300,7 +295,7 @@ class Device:
     # -- the contents of blocks ----------------------------------------------------------------------------------------
 
     def read(self, cut: Cut, stage: Callable[[int], object]) -> Payload:
-        """A copy of whole blocks, also for a part of them: positions have no layers and no heads here."""
+        """Copies whole blocks, also for a part of them: positions have no layers and no heads here."""
         content = self._content[list(cut.block_ids)].reshape(-1, cut.unit)
         share = len(cut.layers) / self._layout.num_layers * cut.unit / self._layout.block_size
         assert cut.units == range(len(content)), "all simulated workers have blocks of one size"
@@ -314,7 +309,6 @@ class Device:
         self.put(cut.block_ids, payload.content.reshape(len(cut.block_ids), self._block_size), payload.sums)
 
     def content(self, block_ids: Sequence[int]) -> Any:
-        """A copy of whole blocks."""
         return self._content[list(block_ids)]
 
     def put(self, block_ids: Sequence[int], content: Any, sums: Sequence[int] | None = None) -> None:
@@ -325,16 +319,15 @@ class Device:
             self._sums[block_id] = total
 
     def wait(self, seconds: float) -> None:
-        """Something else than a step takes the device for so long."""
+        """The device is busy with something else than a step."""
         self.now_s = max(self.now_s, self._free_s) + seconds * self.slowness
 
     def wait_until(self, when_s: float) -> None:
-        """Delays the steps launched from now on until `when_s`."""
+        """Delays the steps launched from now on."""
         self._free_s = max(self._free_s, when_s)
 
     def _write(self, row: Row, token_ids: Sequence[int]) -> int | None:
-        """Writes the row's tokens. Returns the written value if there is one. A block's first position clears the
-        previous owner's content."""
+        """Returns the written value if it is a single one. A block's first position clears the old content."""
         size, start = self._block_size, row.start
         if not self._is_plain:
             values = weighed(token_ids, start) % MODULUS
@@ -363,7 +356,7 @@ class Device:
             self._write_table(table, start, (before + np.cumsum(values)) % MODULUS)
 
     def _write_table(self, table: Sequence[int], start: int, values: Any) -> None:
-        """Writes what positions from `start` on have. A page's first position clears the previous owner's content."""
+        """A page's first position clears the old content."""
         size, stop = self._block_size, start + len(values)
         first_full, stop_full = -(-start // size), stop // size
         if first_full < stop_full:
@@ -383,7 +376,7 @@ class Device:
         return self._total(row.block_ids, stop) if self._is_plain else self._total_of_groups(row, stop)
 
     def _total_of_groups(self, row: Row, stop: int) -> int:
-        """The sum of positions [0, stop), if all that the windows read agrees with it; else another number."""
+        """Returns the sum of positions [0, stop) if all windows agree with it, else another number."""
         size = self._block_size
         sums = [self._total(row.block_tables[group], stop) % MODULUS for group in self._full]
         for group, window in self._windowed:
@@ -399,14 +392,13 @@ class Device:
         return sums[0] if len(set(sums)) == 1 else sum(sums) + 1
 
     def _total(self, block_ids: Sequence[int], stop: int) -> int:
-        """The sum of positions [0, stop): all full blocks and the beginning of the last."""
         full, rest = divmod(stop, self._block_size)
         total = sum([self._sums[block_id] for block_id in block_ids[:full]])
         return total + (int(self._content[block_ids[full], :rest].sum()) if rest else 0)
 
 
 def _logprobs(row: Row) -> tuple[Logprobs, ...]:
-    """Logprobs of the row's prompt targets, from which a client can check the token of each."""
+    """Logprobs from which a client can check the token of each prompt target."""
     return tuple(
         [Logprobs(chosen=TokenLogprob(token_id=target, logprob=-1.0), rank=1) for target in row.prompt_targets]
     )

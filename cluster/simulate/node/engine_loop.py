@@ -2,9 +2,8 @@
 
     wake ─▶ inbox ─▶ Engine.step ─▶ (the device's time passes) ─▶ publish, inbox ─▶ Engine.step ─▶ ...
 
-A leap takes several steps that are alike (`cluster.simulate.node.leaps`) as one batch. The loop foresees when they end;
-it launches the batch and publishes its tokens, in one message, when the last step ends or an event arrives from
-outside. The facts that gateways decide by do not change meanwhile.
+A leap takes several steps that are alike (`cluster.simulate.node.leaps`) as one batch. The loop foresees their ends; it
+launches the batch and publishes its tokens when the last step ends or an event arrives from outside.
 """
 
 from __future__ import annotations
@@ -33,26 +32,22 @@ from workers.rpc.step_progress import StepProgress
 Result = TypeVar("Result")
 
 MIN_CALM_STEPS = 3
-"""Steps that are published one by one after a change. By then the worker's load includes all requests that gateways
-sent before it (`router.fleet.member.STEPS_TO_SHOW`), and each request that began has had an update."""
+"""Steps that are published one by one after a change, until gateways have seen its effects
+(`router.fleet.member.STEPS_TO_SHOW`)."""
 
 
 _BUT_STEP = attrgetter(*(field.name for field in fields(WorkerLoad) if field.name != "step"))
 
 
 class SimulatedEngineLoop:
-    """An `EngineLoop`. A frozen loop takes no turn and no call. `num_turns` grows with each change of state.
+    """An `EngineLoop`. `num_turns` grows with each change of state.
 
-    - `publish` is called with each step's message when the step is over;
-    - `move` lands KV that has arrived and sends KV that can be sent; True if a request may begin or end by it;
-    - `advance_transfers` does so while the engine waits for its device;
-    - `skew_s`: how far the engine's clock is ahead;
-    - `quiet_until`: until when, by the engine's clock, its role does nothing unless something comes from outside;
-      without it there are no leaps;
-    - `gaps` records all published tokens, with the ends of their steps;
-    - `withholds`: a loop with leaps publishes an answer's first tokens, and the others with its end, since no decision
-      depends on them;
-    - `round_trip_s` to a gateway and back.
+    - `move` lands and sends KV; True if a request may begin or end by it; `advance_transfers` does so during a step
+    - `skew_s`: how far the engine's clock is ahead
+    - `quiet_until`: its role does nothing before, by the engine's clock; None: no leaps
+    - `gaps` records all published tokens, with the ends of their steps
+    - `withholds`: tokens between an answer's first and last are published with its end, since no decision depends on
+      them
     """
 
     def __init__(
@@ -124,16 +119,14 @@ class SimulatedEngineLoop:
         self._loop.call_soon(fn, message)
 
     def wake(self) -> None:
-        """An event from outside has arrived. Between two steps the next turn begins at once."""
         if self._stopped or self._frozen:
             return
         self._resume()
         self._num_calm = 0
 
     def on_kv(self) -> None:
-        """KV has arrived or left. During a decode step it waits for the next turn. Otherwise transfers advance
-        immediately. A turn begins, or a leap ends, only if this lets a request begin or end: other changes are not
-        published."""
+        """KV has arrived or left. During a decode step it waits for the next turn. A turn begins, or a leap ends, only
+        if a request may begin or end."""
         if self._stopped or self._frozen or (self._busy and not self._has_prefill):
             return
         if self._turning:
@@ -169,7 +162,6 @@ class SimulatedEngineLoop:
     # -- the process ---------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Ends the process: nothing is published from now on."""
         self._stopped = True
         self._disarm()
 
@@ -211,7 +203,6 @@ class SimulatedEngineLoop:
             self._turn()
 
     def _finish(self) -> None:
-        """Ends the step in flight."""
         self._busy = False
         self._progress.turned(self._engine, stepped=True, now=self._loop.time())
         self._publish_step()
@@ -245,7 +236,7 @@ class SimulatedEngineLoop:
         self._rest()
 
     def _rest(self) -> None:
-        """Waits without work: the next turn is when the role may have something to do, in whole ticks from now."""
+        """The next turn is when the role may have something to do, in whole ticks from now."""
         quiet_s = self._quiet_until() - self._loop.time() - self.skew_s if self._quiet_until is not None else 0.0
         num_ticks = max(1, math.ceil(quiet_s / IDLE_TICK_S)) if math.isfinite(quiet_s) else 1
         if self._timer is None:

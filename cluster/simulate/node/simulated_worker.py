@@ -66,7 +66,6 @@ class Spec:
 
     @property
     def num_pages(self) -> int:
-        """Pages of all groups of layers."""
         return self.num_blocks * len(self.layout.groups)
 
 
@@ -129,7 +128,7 @@ class SimulatedWorker:
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
     def clock(self) -> float:
-        """The host's own clock, with its skew."""
+        """The host's own clock."""
         return self._loop.time() + self._skew_s
 
     @property
@@ -146,7 +145,7 @@ class SimulatedWorker:
 
     @property
     def held_up(self) -> bool:
-        """Whether another part may stop its progress: its KV is held up by the source or by a lane."""
+        """Whether a source or a lane may hold up its KV."""
         waits = any(ticket.state != TicketState.ARRIVED for ticket in self.role.ledger.stats(0.0))
         return self._was_held_up or waits
 
@@ -173,7 +172,7 @@ class SimulatedWorker:
             self._leaving = self._loop.create_task(self._leave(), name=f"leaving of {self.worker_id}")
 
     async def _leave(self) -> None:
-        """Ends the worker like `workers.rpc.worker.Worker.drain`."""
+        """Ends the worker as `workers.rpc.worker.Worker.leave` does."""
         await self.turns.call(self.engine.drain)
         await self._idle()
         await self.servicer.disowned()
@@ -185,7 +184,7 @@ class SimulatedWorker:
             await asyncio.sleep(LEAVE_LOOK_S)
 
     def _order_role(self, role: WorkerRole | None) -> None:
-        """Changes the role as `workers.rpc.worker.Worker` does. Raises WorkerDraining, InvalidRequest."""
+        """Raises WorkerDraining, InvalidRequest."""
         if role is not None and self._leaving is not None:
             raise WorkerDraining(f"worker {self.worker_id} is ending")
         if role is not None or self._leaving is None:
@@ -208,7 +207,7 @@ class SimulatedWorker:
         }
 
     def freeze(self) -> None:
-        """The process is stopped by a signal; its sockets stay open."""
+        """A signal stops the process; its sockets stay open."""
         assert self.port is not None
         self._was_held_up = True
         self.turns.freeze()
@@ -220,30 +219,26 @@ class SimulatedWorker:
             self.turns.thaw()
 
     def reset(self) -> None:
-        """Breaks its connections to gateways."""
         assert self.port is not None
         self.port.reset()
 
     def spoil(self, change: Callable[[Any], Any] | None) -> None:
-        """Alters messages to gateways from now on."""
         assert self.port is not None
         self.port.change = change
 
     def slow(self, factor: float) -> None:
-        """Steps take `factor` times as long from now on."""
         self._was_held_up = True
         self.turns.flush()
         self.device.slowness = factor
 
     def jump(self, seconds: float) -> None:
-        """The host's clock jumps ahead."""
         self.turns.flush()
         self._skew_s += seconds
         self.turns.skew_s += seconds
         self.turns.on_kv()
 
     def check_balance(self) -> None:
-        """The part of `check` that is cheap enough after every event: the numbers of references."""
+        """Checks the numbers of references, after every event."""
         ledger, shared, scheduler = (
             self.role.ledger.reserved_ids(),
             self.role.outgoing.shared_ids(),
@@ -267,7 +262,6 @@ class SimulatedWorker:
             assert not unowned, f"{self.worker_id} holds {unowned[0]}, and no gateway counts on it"
 
     def assert_idle(self) -> None:
-        """Asserts that nothing is held and no transfer runs."""
         self.role.ledger.assert_idle()
         self.engine.assert_idle()
 
@@ -349,8 +343,8 @@ class SimulatedWorker:
         return DecodeRole(self._transfers, pool, spec.layout, spec.decode)
 
     def _quiet_until(self) -> float:
-        """The end of the first lease, if the worker only waits for KV. A transfer needs every turn, and so does the
-        turn after a ticket's end, which publishes it."""
+        """Returns the end of the first lease if the worker only waits for KV. A transfer needs every turn, and so does
+        the turn after a ticket's end, which publishes it."""
         role = self.role
         if role.outgoing.busy() or role.incoming.has_failures() or self._transfers.is_moving():  # lanes keep it busy
             return -math.inf
@@ -360,7 +354,7 @@ class SimulatedWorker:
         return -math.inf if self._changes_turn == self.turns.num_turns else self.role.ledger.next_deadline_s()
 
     def _move(self, now: float) -> bool:
-        """Receives KV that has arrived, and sends KV that has room. True if a request may begin or end as a result."""
+        """Receives and sends KV. True if a request may begin or end as a result."""
         incoming = self.role.incoming
         before = incoming.num_settled
         incoming.receive(now)

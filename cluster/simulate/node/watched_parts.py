@@ -1,4 +1,4 @@
-"""Parts of a simulated worker that check every call, for faults that would be invisible one event later."""
+"""Parts of a simulated worker that check every call, for faults that are invisible one event later."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from workers.transfer.transfer_role import TransferRole
 
 
 class WatchedPool(BlockPool):
-    """A block pool that checks that no block is freed while a step in flight writes it, even if its request has
-    gone."""
+    """Checks that no block is freed while a step in flight writes it."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class WatchedPool(BlockPool):
 
 
 class WatchedEngine(Engine):
-    """An engine that checks that aborted requests leave no ticket and no transfer."""
+    """Checks that aborted requests leave no ticket and no transfer."""
 
     def __init__(self, *arguments: Any, sender: InprocSender, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -55,7 +54,7 @@ class WatchedEngine(Engine):
 
 
 class TicketWatch:
-    """Checks between two turns that no ticket is left whose lease had ended at the last tick, or whose lane is lost."""
+    """Checks between two turns that no ticket outlives its lease or its lane."""
 
     def __init__(self, role: TransferRole, sender: InprocSender, receiver: InprocReceiver) -> None:
         self._role = role
@@ -63,7 +62,7 @@ class TicketWatch:
         self._receiver = receiver
 
     def check(self, ticked_s: float) -> None:
-        """Checks all tickets. `ticked_s` is the time of the role's last tick."""
+        """`ticked_s`: the role's last tick."""
         until_s = self._role.next_deadline_s()
         assert until_s > ticked_s, f"a ticket is live {ticked_s - until_s:.3f} s after its lease"
         tickets = self._role.tickets(0.0)

@@ -1,4 +1,4 @@
-"""A run as one HTML file that needs nothing else: its table, and plots over time drawn as SVG."""
+"""A run as one HTML file: its table, and plots over time drawn as SVG."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ Mark = tuple[float, str]
 
 
 def plot(title: str, lines: Mapping[str, Line], *, marks: Sequence[Mark] = (), until: float = 0.0) -> str:
-    """Draws lines over seconds, from 0 on."""
     points = [point for line in lines.values() for point in line]
     if not points:
         return ""
@@ -58,7 +57,7 @@ def plot(title: str, lines: Mapping[str, Line], *, marks: Sequence[Mark] = (), u
 
 
 def _ticks(high: float) -> list[float]:
-    """Four to six round numbers from 0; the last is `high` or above."""
+    """Returns four to six round numbers from 0; the last is `high` or above."""
     rough = (high or 1.0) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
@@ -113,7 +112,6 @@ def write_page(path: Path, outcome: SimulationOutcome, summary: Summary, command
 
 
 def _spent(outcome: SimulationOutcome) -> Line:
-    """The cost of all workers since the load began."""
     config = outcome.config
     usd_per_s = {role: config.gpus_of(role) * config.usd_per_gpu_hour / 3600 for role in WorkerRole}
     spent, before_s, line = 0.0, 0.0, list[tuple[float, float]]()
@@ -125,7 +123,6 @@ def _spent(outcome: SimulationOutcome) -> Line:
 
 
 def _ttft_over_time(records: Sequence[RequestRecord]) -> dict[str, Line]:
-    """Median and maximum of the requests in each time slot."""
     slot_s = max((record.due_s or 0.0 for record in records), default=0.0) / NUM_SLOTS or 1.0
     slots: dict[int, list[float]] = {}
     for record in records:

@@ -107,7 +107,6 @@ class Clients:
                 group.create_task(self._session(session), name=f"session {session.number}")
 
     def abort(self, request_id: str) -> None:
-        """The client disconnects."""
         request = self.running[request_id]
         if request.task is not None:
             request.task.cancel()
@@ -126,7 +125,7 @@ class Clients:
     async def _ask(
         self, request_id: str, turn: SessionTurn, prompt_ids: tuple[int, ...], tenant: str
     ) -> tuple[int, ...] | None:
-        """Sends a request. Returns its answer, or None if it was not completed."""
+        """Returns the answer, or None if it was not completed."""
         gateway = self._deployment.gateway_for(self._num_asked)
         index, self._num_asked = self._num_asked, self._num_asked + 1
         sent_s = self._loop.time()
@@ -230,8 +229,8 @@ class Clients:
         assert num_logprobs == num_due, f"{job.request_id} has {num_logprobs} logprobs of its prompt, not {num_due}"
 
     def _check_cached(self, gateway: SimulatedGateway, job: Job, num_cached: int) -> None:
-        """The prompt's cached tokens as reported to its client: at most those that its tenant's earlier requests share
-        with it, and, unless an attempt failed, exactly those that its worker did not compute."""
+        """The reported cached tokens are at most those that the tenant's earlier requests share with the prompt, and,
+        unless an attempt failed, exactly those that the worker did not compute."""
         if self._prefixes is None:
             return
         most = self._prefixes.num_shared(job)
@@ -265,8 +264,7 @@ class Clients:
 
 
 def _check_prompt_logprobs(job: Job, delta: TokenDelta, num_before: int) -> int:
-    """Checks logprobs of the prompt. Returns the number of entries so far; entry i belongs to the prompt's token i +
-    1."""
+    """Returns the number of entries so far; entry i belongs to the prompt's token i + 1."""
     ids = tuple(entry.chosen.token_id for entry in delta.prompt_logprobs)
     num = num_before + len(ids)
     assert ids == job.prompt_ids[num_before + 1 : num + 1], (
@@ -276,7 +274,7 @@ def _check_prompt_logprobs(job: Job, delta: TokenDelta, num_before: int) -> int:
 
 
 class Prefixes:
-    """The block hashes of each tenant's requests: the largest part of a prompt that a cache can have."""
+    """The block hashes of each tenant's requests."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -286,7 +284,6 @@ class Prefixes:
         self._num_holders.update(job.hashes(self._block_size))
 
     def answered(self, job: Job, tokens: Sequence[int]) -> None:
-        """Records that the job's answer, complete or not, has these tokens."""
         size, prompt = self._block_size, job.hashes(self._block_size)
         rest = (*job.prompt_ids[len(prompt) * size :], *tokens)
         parent = prompt[-1] if prompt else None

@@ -1,5 +1,4 @@
-"""The simulated cluster: supervised workers, and gateways that are connected to them. Only its surroundings are
-modelled.
+"""The simulated cluster: supervised workers, and gateways that are connected to them.
 
 Supervisor ─ launch ─▶ SimulatedWorker ... ─ Serving ─▶ announce ─▶ Fleet of every Gateway ─▶ Dispatcher, Admission
 """
@@ -72,7 +71,7 @@ class SimulatedGateway:
         await self.feed.close()
 
     async def kill(self) -> None:
-        """Ends its process, and with it every running answer, without an error to clients."""
+        """Ends every running answer, without an error to clients."""
         self.alive = False
         if self._client is not None:
             self._client.dead = True
@@ -88,7 +87,7 @@ class SimulatedGateway:
 
     @asynccontextmanager
     async def traced(self, job: Job) -> AsyncIterator[None]:
-        """Keeps the request's trace from its arrival, its time in line included, to its end, however it ends."""
+        """Keeps the request's trace from its arrival to its end, however it ends."""
         self.records.open([job])
         error: BaseException | None = None
         try:
@@ -102,7 +101,7 @@ class SimulatedGateway:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLife:
-    """One life of a worker: `lived_s` from its launch to its end, `load` at its end."""
+    """`lived_s`: from its launch to its end; `load`: at its end."""
 
     worker_id: str
     role: WorkerRole
@@ -112,8 +111,8 @@ class WorkerLife:
 
 
 class SimulatedDeployment:
-    """Create on the loop, `start`, `stop`. `untroubled`: no fault will happen. `workers` live, `served` have ended;
-    `stuck` lists workers that made no progress although nothing held them up. `num_made` counts all workers."""
+    """`untroubled`: no fault will happen. `served`: workers that have ended; `stuck`: workers that made no progress
+    although nothing held them up. `num_made` counts all workers."""
 
     def __init__(self, config: SimulationConfig, event_log: SimulationLog, *, untroubled: bool = False) -> None:
         self.config = config
@@ -165,7 +164,7 @@ class SimulatedDeployment:
         revision: Revision | None = None,
         kept: Mapping[WorkerRole, int] | None = None,
     ) -> Awaitable[None]:
-        """`cluster.capacity.roll.FleetActuator`: the machines hold any number of workers, of one revision."""
+        """The machines hold any number of workers, of one revision."""
         assert self._supervisor is not None
         assert revision is None
         pools = replace(self.config.pools, prefill_tp=None, decode_tp=None).with_counts(counts)
@@ -204,7 +203,6 @@ class SimulatedDeployment:
         return self.gateways[number % len(self.gateways)]
 
     def end_leaps(self) -> None:
-        """Ends every leap before an inspection."""
         for worker in self.workers.values():
             worker.turns.flush()
 
@@ -216,7 +214,6 @@ class SimulatedDeployment:
             gateway.assert_no_faults()
 
     def clear_index(self, place: int) -> None:
-        """Empties the gateways' prefix indexes."""
         for planned in self.plans:
             self.gateways[place].local.drop(planned.worker_id)
 
@@ -231,7 +228,6 @@ class SimulatedDeployment:
         return gateway
 
     async def restart_gateway(self, place: int) -> None:
-        """Ends a gateway's process, and with it every running answer; another process replaces it."""
         old = self.gateways[place]
         self.event_log.note("gateway lost", old.name)
         await old.kill()
@@ -243,7 +239,7 @@ class SimulatedDeployment:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     async def drain(self, worker: SimulatedWorker) -> None:
-        """Drains a worker as in a rollout: the worker ends, and its supervisor restarts it."""
+        """Drains a worker as in a rollout: it ends, and its supervisor restarts it."""
         client = self._client(worker.info.address)
         try:
             await client.drain(exit=True)
@@ -255,7 +251,6 @@ class SimulatedDeployment:
     # -- the supervisor's interfaces -----------------------------------------------------------------------------------
 
     async def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]:
-        """`cluster.supervision.supervisor.Launcher`."""
         worker_id, launched_s = plan.worker_id, self._loop.time()
         try:
             worker = self._make_worker(plan, incarnation)
@@ -285,8 +280,7 @@ class SimulatedDeployment:
                 )
             )  # fmt: skip
 
-    async def release(self, worker_id: str) -> None:
-        """A simulated worker has no share of a machine."""
+    async def release(self, worker_id: str) -> None: ...
 
     def _make_worker(self, plan: WorkerPlan, incarnation: int) -> SimulatedWorker:
         config = self.config
@@ -304,7 +298,6 @@ class SimulatedDeployment:
         )
 
     async def starting(self, worker_id: str, successor: Successor) -> None:
-        """`cluster.discovery.members.Announcer`."""
         for gateway in self.gateways:
             gateway.fleet.starting(worker_id, successor)
 
@@ -316,8 +309,7 @@ class SimulatedDeployment:
         for gateway in self.gateways:
             await gateway.fleet.remove_worker(worker_id)
 
-    async def close(self) -> None:
-        """Does nothing: there is nothing to close."""
+    async def close(self) -> None: ...
 
     async def check_health(self, address: str) -> None:
         client = self._client(address)
@@ -340,8 +332,6 @@ class SimulatedDeployment:
 
 
 class _Calls(WorkerCalls):
-    """The supervisor's calls, of which the deployment records workers that are stuck."""
-
     def __init__(self, deployment: SimulatedDeployment) -> None:
         super().__init__(deployment.network.open_channel)
         self._deployment = deployment

@@ -1,4 +1,4 @@
-"""The source of a simulated worker's drafts, from `worker.speculate` and their acceptance."""
+"""The source of a simulated worker's drafts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ FREE, HEADS = ("ngram", "suffix"), ("eagle", "mtp")
 def drafter_of(
     worker: WorkerConfig, acceptance: Sequence[float], shape: ModelShape, step_times: Callable[[ModelShape], Latency]
 ) -> SimulatedDrafter | None:
-    """None if the worker does not speculate. `shape` is that of the served model; `step_times` are those of other
-    models on the worker's GPUs. Raises Misconfigured."""
+    """None if the worker does not speculate. `step_times`: of other models on its GPUs. Raises Misconfigured."""
     mode = SpeculateMode.of(worker.speculate)
     if (mode.kind == OFF) == bool(acceptance):
         raise Misconfigured(

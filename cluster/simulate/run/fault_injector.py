@@ -1,4 +1,4 @@
-"""Applies faults to a deployment, and ends them when their time is over."""
+"""Applies faults to a deployment, and ends them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAUSED = "it was paused already"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happened:
-    """`passed_over`: the target did not exist at the time; `why` is empty otherwise."""
+    """`passed_over`: the target did not exist at the time, as `why` says."""
 
     at_s: float
     kind: Kind
@@ -39,7 +39,7 @@ class Happened:
 
 
 def check(faults: Sequence[Fault], config: SimulationConfig) -> None:
-    """Raises Misconfigured for a target that cannot exist, with those that can."""
+    """Raises Misconfigured for a target that cannot exist."""
     workers = sorted(config.pools.worker_ids())
     for fault in faults:
         possible = targets_of(fault.kind, workers, num_gateways=config.num_gateways, with_store=config.shared_index)
@@ -53,9 +53,8 @@ def check(faults: Sequence[Fault], config: SimulationConfig) -> None:
 
 
 class Trouble:
-    """`run` returns when every fault has begun and ended. A fault is passed over if its worker does not exist at the
-    time, or if it would begin more than `LATEST_S` after the load is `over`. `happened` lists all faults, with seconds
-    since `run`."""
+    """A fault is passed over if its worker does not exist, or if it would begin more than `LATEST_S` after the load is
+    `over`. `happened`: seconds since `run`."""
 
     def __init__(self, deployment: SimulatedDeployment, clients: Clients, *, seed: int) -> None:
         self._deployment = deployment
@@ -77,13 +76,12 @@ class Trouble:
                     self._pass_over(fault, fault.at_s, TOO_LATE)
 
     def over(self) -> None:
-        """Notes that the clients send no more requests."""
         self._over_s = self._loop.time()
         self._over.set()
 
     async def _until(self, due_s: float) -> bool:
         """Waits until a fault is due, and until leaping workers have published all earlier messages: otherwise the
-        fault could not lose them. False if the fault would come more than `LATEST_S` after the load."""
+        fault could not lose them. False if it would come too late."""
         ahead_s = self._deployment.network.wire.delay_s + 1e-9
         if due_s - ahead_s > self._loop.time() + LATEST_S:
             with suppress(TimeoutError):
@@ -97,7 +95,7 @@ class Trouble:
         return True
 
     async def _while_it_lasts(self, fault: Fault) -> None:
-        """Waits for the duration of the fault. A long fault ends soon after the load."""
+        """A long fault ends soon after the load."""
         if fault.duration_s <= LATEST_S:
             return await asyncio.sleep(fault.duration_s)
         with suppress(TimeoutError):
@@ -106,7 +104,7 @@ class Trouble:
                 await asyncio.sleep(LATEST_S)
 
     def _why_not(self, fault: Fault) -> str:
-        """Why the fault's target does not exist; "" if it exists."""
+        """Returns why the fault has no target, or ""."""
         workers = self._deployment.workers
         if fault.kind is Kind.LANE_CUT:
             return "" if all(worker_id in workers for worker_id in fault.target.split(">")) else NO_TARGET
@@ -210,10 +208,7 @@ class Trouble:
 
 
 class EventTrouble:
-    """Faults of the KV events in a worker's messages to single gateways: lost, late, twice, swapped.
-
-    Updates and load are not changed: they come over one stream, which loses nothing.
-    """
+    """Faults of the KV events in a worker's messages to single gateways: lost, late, twice, swapped."""
 
     def __init__(self, kind: Kind) -> None:
         self._spoil: Callable[[Events], Events] = {
@@ -239,7 +234,7 @@ class EventTrouble:
         return events
 
     def _swap(self, events: Events) -> Events:
-        """Sends every second message's events before those of the first; messages without events do not count."""
+        """Sends every second message's events before those of the first."""
         if not events:
             return ()
         if not self._kept:

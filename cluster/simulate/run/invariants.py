@@ -1,11 +1,11 @@
-"""Invariants of the cluster under any fault. Clients compare every token, and watched workers check every call
-(`clients`, `node.watched`); this module checks the rest:
+"""Invariants of the cluster under any fault, besides clients' tokens and watched workers' calls (`clients`,
+`node.watched_parts`):
 
-- with every event, of each worker that did something: references to blocks match their holders, tickets have not
-  outlived their leases and lanes, a worker that is not held up makes progress
+- with every event, of each worker that acted: references to blocks match their holders, no ticket outlives its lease or
+  lane, none stops without a reason
 - a few times a second: a request that has ended holds nothing two seconds later
 - every few seconds: every waiting client has received something
-- at intervals: block by block who holds it; queues are bounded; some gateway counts on everything that a worker holds
+- at intervals: block by block who holds it; queues are bounded; some gateway counts on all that a worker holds
 - at the end: nothing is held or counted, lost workers are back, gateways know exactly what workers cache
 """
 
@@ -23,19 +23,18 @@ from router.fleet.member import WorkerState
 from workers.scheduling.request import State
 
 SETTLING_S = 60.0
-"""Time after the last request in which a cluster must release everything: leases end, lanes give up."""
+"""A cluster must release everything so long after the last request."""
 
 
 LOOK_S = 0.25
 WAITING_LOOK_S = 5.0
 ORPHANED_S = 2.0
 CALM_S = 6.0
-"""By then requests hurt by the last fault have ended. A request that ends later makes no progress without a reason."""
+"""By then requests hurt by the last fault have ended."""
 
 
 class Invariants:
-    """`after_event` is for the loop; `when_idle` for the end. Both raise AssertionError. Gateways are `forgetful` if a
-    fault deleted their knowledge: then they may know less than the workers cache."""
+    """Raises AssertionError. `forgetful`: a fault deleted gateways' knowledge, so they may know too little."""
 
     def __init__(self, deployment: SimulatedDeployment, clients: Clients, *, forgetful: bool = False) -> None:
         self._deployment = deployment
@@ -79,7 +78,7 @@ class Invariants:
             _check_queues(worker)
 
     async def when_idle(self) -> None:
-        """After the last request, waits until nothing is held or transferred, and every worker is back."""
+        """Waits until nothing is held or transferred, and every worker is back."""
         lives: dict[str, int] = {}
         for look in range(int(SETTLING_S / LOOK_S)):
             if not self._is_busy() and not self._missing():
@@ -107,7 +106,7 @@ class Invariants:
             assert silent_s < self._patience_s, f"{request.request_id} has heard nothing for {silent_s:.1f} s"
 
     def _check_orphans(self) -> None:
-        """Checks that a worker releases its work for an ended request after the running step."""
+        """A worker releases its work for an ended request after the running step."""
         now, seen = self._loop.time(), self._orphans
         self._orphans = {}
         for worker in self._deployment.workers.values():
@@ -125,12 +124,10 @@ class Invariants:
         return any(worker.busy for worker in self._deployment.workers.values())
 
     def _lives(self) -> dict[str, int]:
-        """The lives of workers without a reason to end."""
         workers = self._deployment.workers.values()
         return {worker.worker_id: worker.info.incarnation for worker in workers if not worker.engine.draining}
 
     def _missing(self) -> list[str]:
-        """The workers that do not serve."""
         deployment = self._deployment
         gone = [plan.worker_id for plan in deployment.plans if plan.worker_id not in deployment.workers]
         return [f"{worker_id} was not started again" for worker_id in gone] + [
@@ -153,7 +150,7 @@ class Invariants:
             self._check_index(gateway, self._deployment.workers[member.worker_id])
 
     def _check_index(self, gateway: SimulatedGateway, worker: SimulatedWorker) -> None:
-        """Checks that a gateway with all events knows exactly the cached blocks."""
+        """A gateway with all events knows exactly the cached blocks."""
         log, received = worker.log, gateway.fleet.feed.position(worker.worker_id)
         published = (log.incarnation, log.next_seq)
         assert received <= published, f"{gateway.name} has heard of {received}, {worker.worker_id} has said {published}"
@@ -170,7 +167,7 @@ def _blocks(chains: Iterable[BlockStored]) -> set[tuple[Tier, BlockHash]]:
 
 
 def _check_queues(worker: SimulatedWorker) -> None:
-    """Checks that `max_waiting` bounds the requests without a ticket that have not begun."""
+    """`max_waiting` bounds the requests without a ticket that have not begun."""
     scheduler = worker.engine.scheduler
     waiting = [request for request in scheduler.requests() if request.state is State.WAITING]
     num_waiting = sum(request.ticket is None and not request.num_preemptions for request in waiting)

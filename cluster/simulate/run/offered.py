@@ -1,7 +1,6 @@
 """The share of its capacity that a load asks of each pool, by arithmetic, and whether a run lasted long enough.
 
-Prompts and answers are priced in the largest steps that a worker may run, so a pool that is asked for more than 1 falls
-behind however its requests are scheduled.
+Prompts and answers are priced in the largest steps, so a pool that is asked for more than 1 falls behind.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LEAST_REQUESTS = 30
 
 @dataclass(frozen=True, slots=True)
 class OfferedRequest:
-    """Tokens of one request: those of the prompt that no cache has, the whole prompt, and the answer."""
+    """`num_computed`: prompt tokens that no cache has."""
 
     num_computed: int
     num_prompt: int
@@ -36,7 +35,7 @@ class OfferedRequest:
 
 
 def work_of_sessions(sessions: Sequence[UserSession]) -> list[OfferedRequest]:
-    """The least work that a load can be: every prefix is computed once, and every answer stays cached."""
+    """Every prefix is computed once, and every answer stays cached."""
     seen: set[tuple[str, object]] = set()
     work = []
     for session in sessions:
@@ -51,7 +50,6 @@ def work_of_sessions(sessions: Sequence[UserSession]) -> list[OfferedRequest]:
 
 
 def work_of_records(records: Sequence[RequestRecord]) -> list[OfferedRequest]:
-    """The work of complete answers, with the prompt tokens that were found in a cache."""
     return [
         OfferedRequest(max(1, record.num_prompt - (record.num_cached or 0)), record.num_prompt, record.num_output)
         for record in records
@@ -60,8 +58,8 @@ def work_of_records(records: Sequence[RequestRecord]) -> list[OfferedRequest]:
 
 
 def offered(config: SimulationConfig, work: Sequence[OfferedRequest], window_s: float) -> Mapping[WorkerRole, float]:
-    """The work of `window_s` seconds over what each pool can do in them. Colocated workers read and write in the same
-    steps: theirs is the larger of both. Drafts shorten answers by an unknown factor, so answers count nothing then."""
+    """The work of `window_s` seconds over what each pool can do in them; for colocated workers the larger of reading
+    and writing. With drafts answers count nothing."""
     if not work or not window_s:
         return {}
     shares = {}
@@ -80,7 +78,6 @@ def _step_s(spec: Spec, rows: Sequence[tuple[int, int]]) -> float:
 
 
 def _prompt_s(spec: Spec, request: OfferedRequest) -> float:
-    """Device seconds of a prompt among others of its size."""
     budget = min(spec.scheduler.max_num_batched_tokens, spec.scheduler.prefill_chunk)
     whole, rest = divmod(request.num_computed, budget)
     end = request.num_prompt - request.num_computed
@@ -95,7 +92,7 @@ def _prompt_s(spec: Spec, request: OfferedRequest) -> float:
 
 
 def _answer_s(spec: Spec, work: Sequence[OfferedRequest]) -> float:
-    """Device seconds of all answers, in steps of as many rows as memory and `max_num_seqs` allow."""
+    """Steps have as many rows as memory and `max_num_seqs` allow."""
     num_tokens = sum(request.num_output - 1 for request in work)
     if not num_tokens:
         return 0.0
@@ -107,15 +104,13 @@ def _answer_s(spec: Spec, work: Sequence[OfferedRequest]) -> float:
 
 
 def requests_until_steady(share: float) -> int:
-    """Three relaxation times of a queue that is offered this share of its capacity, in arrivals: one warms up, and two
-    are compared. For M/M/1 the time is 1 / (sqrt(service rate) - sqrt(arrival rate))^2 (Morse, "Stochastic properties
-    of waiting lines", 1955)."""
+    """Three relaxation times of a queue that is offered this share of its capacity, in arrivals. For M/M/1 the time is
+    1 / (sqrt(service rate) - sqrt(arrival rate))^2 (Morse, "Stochastic properties of waiting lines", 1955)."""
     return math.ceil(3 * share / (1 - math.sqrt(share)) ** 2) if share < 1 else 0
 
 
 def grows(records: Sequence[RequestRecord]) -> bool:
-    """Whether requests of the last third waited longer than those of the third before: for the first token, or for
-    the whole answer. The first third warms up."""
+    """Whether requests of the last third waited longer than those of the third before."""
     sent = sorted((record for record in records if record.sent_s is not None), key=lambda record: record.sent_s or 0.0)
     third = len(sent) // 3
     earlier, later = sent[third : 2 * third], sent[2 * third :]

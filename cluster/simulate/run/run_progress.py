@@ -1,6 +1,6 @@
 """Shows the progress of a run: a bar on a terminal, a line every half minute elsewhere.
 
-A thread polls it. The simulation sends nothing and waits for nothing, so that watching changes no event.
+A thread polls it, so that watching changes no event.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from cluster.cli.terminal_tables import BAR_EVERY_S
 LINE_EVERY_S = 30.0
 
 Look = Callable[[], tuple[int, str]]
-"""The number of requests that have ended, and what else is to be said. Callable from any thread."""
+"""Returns the number of ended requests and another text. Callable from any thread."""
 
 
 class ProgressWatch:
-    """Shows a run of this many requests, from `with` to its end, as a row of `bar`, which the caller has begun. Writes
-    no line before `begin`."""
+    """Shows a run as a row of `bar`, which the caller has begun. Writes no line before `begin`."""
 
     def __init__(self, bar: Progress, num_requests: int) -> None:
         self._bar = bar
@@ -43,7 +42,6 @@ class ProgressWatch:
         self._bar.remove_task(self._row)
 
     def show(self) -> None:
-        """Updates the bar, or prints another line."""
         if self._look is None:
             return
         num_ended, text = self._look()

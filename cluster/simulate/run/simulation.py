@@ -24,13 +24,13 @@ from protos.event_loop import loop_time
 
 NUM_SAMPLES = 150
 Steer = Callable[[SimulatedDeployment], Coroutine[Any, Any, None]]
-"""Changes the fleet of a deployment beside the load, until it is cancelled at the end of the load."""
+"""Changes the fleet of a deployment until it is cancelled at the end of the load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOutcome:
-    """`fingerprint`: hash of the event log, equal for equal seeds and configurations. `itl_s`: between tokens, as
-    workers made them. `num_not_asked`: turns that were not sent, since an earlier turn of their conversation failed."""
+    """`fingerprint`: hash of the event log, equal for equal seeds and configurations. `num_not_asked`: turns whose
+    conversation had failed."""
 
     config: SimulationConfig
     records: Sequence[RequestRecord]
@@ -49,7 +49,7 @@ class SimulationOutcome:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised after Ctrl-C, with the seconds since the load began, or None before it."""
+    """Raised after Ctrl-C. `at_s`: seconds since the load began."""
 
     def __init__(self, at_s: float | None) -> None:
         super().__init__(at_s)
@@ -68,11 +68,9 @@ def simulate(
     watch: Callable[[Look | None], object] | None = None,
     steer: Steer | None = None,
 ) -> SimulationOutcome:
-    """Runs a simulation. `write` gets every line of the event log. `watch` gets a function that tells the progress,
-    and None at the end; keeping it would keep the whole deployment in memory. `steer`
-    changes the fleet while the load lasts. Raises AssertionError for a broken invariant, the BatonError of a worker
-    that never starts, Misconfigured for a fault with an impossible target, and Interrupted, with which the event log
-    ends."""
+    """`write` gets every line of the event log. `watch` gets a function that returns the progress, and None at the end.
+    Raises AssertionError for a broken invariant, the BatonError of a worker that never starts, Misconfigured for a
+    fault with an impossible target, and Interrupted."""
     check(faults, config)
     try:
         return _simulate(config, sessions, faults, write, watch, steer)
@@ -89,7 +87,7 @@ def _simulate(
     watch: Callable[[Look | None], object] | None,
     steer: Steer | None,
 ) -> SimulationOutcome:
-    """Runs the simulation. Only this call refers to its objects, so that they are freed when it ends."""
+    """Only this call refers to the run's objects, so that they are freed when it ends."""
     loop = VirtualLoop(seed=config.seed)
     last_s = max(session.due_s for session in sessions)
     event_log = SimulationLog(loop, write)
@@ -153,7 +151,7 @@ async def _under_load(
     faults: Sequence[Fault],
     steer: Steer | None,
 ) -> float:
-    """Runs the load, and beside it faults, samples and changes of the fleet. Returns the seconds that the load took."""
+    """Returns the seconds that the load took."""
     start_s = loop_time()
     async with asyncio.TaskGroup() as group:
         beside = [group.create_task(timeline.run(), name="timeline")]

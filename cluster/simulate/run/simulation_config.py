@@ -44,23 +44,18 @@ WITHOUT_EFFECT = frozenset({
     "router.text.disable_any_whitespace", "router.text.reasoning_parser", "router.text.chat_template",
     "router.text.pooling",
 })  # fmt: skip
-"""Settings, and whole tables, that change no result of a simulation."""
 
 
 def simulated_router(policy: str = "prefix_aware", **settings: Any) -> RouterConfig:
-    """A gateway's settings without a checkpoint: prompts are token ids."""
     return RouterConfig(model_path=Path("simulated"), model_name="simulated", policy=policy, **settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """A simulated deployment.
-
-    - workers of a role have `specs`, else `spec`, and the GPUs of `pools`, else `num_gpus`
+    """- workers of a role have `specs`, else `spec`, and the GPUs of `pools`, else `num_gpus`
     - `load_s`: from a worker's launch until it serves
     - `audit_every`: events between two checks of all invariants; 0: only at the end
     - `patience_s`: a request without progress for this long is stuck
-    - `max_ttft_s`: of all requests, if given
     - `shared_index`: the gateways have a Redis
     """
 
@@ -89,12 +84,11 @@ class SimulationConfig:
         return self.pools.tp(role, self.num_gpus)
 
     def gpus_by_worker(self) -> dict[str, int]:
-        """By worker id, in the order of their pools."""
         return {worker: self.gpus_of(WorkerRole(worker.rpartition("-")[0])) for worker in self.pools.worker_ids()}
 
 
 def read_settings(*texts: str) -> ClusterConfig:
-    """Settings such as worker.block_size=16. Raises Misconfigured."""
+    """Parses settings such as worker.block_size=16. Raises Misconfigured."""
     tables: Table = {}
     for text in texts:
         tables = merge(tables, setting(text))
@@ -102,8 +96,7 @@ def read_settings(*texts: str) -> ClusterConfig:
 
 
 def settings_of(tables: Table) -> ClusterConfig:
-    """The settings of `baton serve` over the defaults of a GPU's worker. Raises Misconfigured, also for a dtype whose
-    memory simulated models do not model."""
+    """Raises Misconfigured, also for a dtype whose memory simulated models do not model."""
     config = make_config(merge(GPU_WORKERS, tables))
     check_name(config.router.policy)
     if config.worker.dtype not in SIMULATED_DTYPES:
@@ -116,12 +109,10 @@ def settings_of(tables: Table) -> ClusterConfig:
 
 
 def without_effect(tables: Table) -> list[str]:
-    """The settings in these tables that change no result of a simulation."""
     return [path for path, _ in paths_of(tables) if any(f"{path}.".startswith(f"{name}.") for name in WITHOUT_EFFECT)]
 
 
 def gateways_text(num: int) -> str:
-    """The gateways, for a report's cluster; "" for a single gateway."""
     return f", {num:,} gateways" if num > 1 else ""
 
 
@@ -136,8 +127,8 @@ def hardware_spec(
     key: str = "tp",
     acceptance: Sequence[float] = (),
 ) -> Spec:
-    """Workers of `tp` GPUs each, with the KV cache that fits beside weights of `dtype`. `key` of [cluster] has `tp`.
-    `acceptance` is that of drafts, if there are any. Raises Misconfigured."""
+    """Workers of `tp` GPUs, with the KV cache that fits beside weights of `dtype`. `key` of [cluster] has `tp`. Raises
+    Misconfigured."""
     settings = settings or read_settings()
     worker = settings.worker
     card = gpu_of(gpu)
@@ -182,7 +173,7 @@ def _host_blocks(worker: WorkerConfig, layout: KVLayout) -> int:
 
 
 def _shape(model: str, dtype: str | None, worker: WorkerConfig) -> ModelShape:
-    """The model as the worker's settings have it. Raises Misconfigured."""
+    """Raises Misconfigured."""
     shape = model_of(model, dtype, whole_experts=worker.expert_parallel)
     return replace(shape, kv_dtype=worker.kv_dtype, free_windows=worker.free_windows)
 
@@ -199,7 +190,7 @@ def _check_ranks(model: str, shape: ModelShape, tp: int, key: str) -> None:
 
 
 def _num_blocks(worker: WorkerConfig, card: Gpu, shape: ModelShape, tp: int) -> int:
-    """Configured blocks must fit beside the weights. Raises Misconfigured."""
+    """Raises Misconfigured."""
     num, share = worker.num_blocks, worker.memory_fraction or MEMORY_SHARE
     most = num_blocks(card, shape, tp=tp, block_size=worker.block_size, memory_share=share)
     if num is None or num <= most:
@@ -214,7 +205,6 @@ def _num_blocks(worker: WorkerConfig, card: Gpu, shape: ModelShape, tp: int) -> 
 
 
 def room_of(spec: Spec, worker: WorkerConfig) -> SessionLimit:
-    """The room for one session in a worker that `hardware_spec` made of these settings."""
     windows = PageWindows(block_size=spec.layout.block_size, windows=spec.layout.windows)
     longest = spec.scheduler.max_model_len
     blocks = windows.longest(spec.num_pages, spec.scheduler.largest_chunk, most=longest)

@@ -1,4 +1,4 @@
-"""Random clusters with random faults, each a pure function of its seed: the seed replays a fault that was found."""
+"""Random clusters with random faults, each a pure function of its seed."""
 
 from __future__ import annotations
 
@@ -51,8 +51,6 @@ LOSING = (*2 * OF_WORKERS, Kind.DRAIN, Kind.ABORTS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakTrial:
-    """All inputs of a run."""
-
     seed: int
     config: SimulationConfig
     sessions: Sequence[UserSession]
@@ -64,7 +62,6 @@ class SoakTrial:
 
     @property
     def cluster(self) -> str:
-        """The simulated cluster, in one line."""
         config, spec = self.config, self.config.spec
         numbers = config.pools.counts()
         if config.pools.colocated:
@@ -80,9 +77,8 @@ class SoakTrial:
 
 
 def trial(seed: int) -> SoakTrial:
-    """Small memories, few workers, short leases and impatient supervisors, so that rare states are frequent. A third of
-    the clusters have several tenants, who send the same prompts; in a third, logprobs of prompts are requested, too.
-    Half of them speculate."""
+    """Small memories, few workers, short leases and impatient supervisors make rare states frequent. A third of the
+    clusters have several tenants with the same prompts; in a third, logprobs of prompts are requested."""
     made = _speculating(_trial(seed), random.Random(f"{seed} drafts"))
     rng = random.Random(f"{seed} tenants")
     tenants = rng.choice((("",), ("",), TENANTS))
@@ -92,7 +88,7 @@ def trial(seed: int) -> SoakTrial:
 
 
 def _speculating(made: SoakTrial, rng: random.Random) -> SoakTrial:
-    """With drafts that are seldom, often or always right; some take time on the device, and have no step in flight."""
+    """Drafts are seldom, often or always right; some take time, and have no step in flight."""
     acceptance = rng.choice((None, None, None, (1.0,), (0.7, 0.5), (0.1,)))
     max_drafts, is_timed = rng.choice((1, 4, 8)), rng.random() < 0.3
     if acceptance is None:
@@ -109,7 +105,6 @@ def _speculating(made: SoakTrial, rng: random.Random) -> SoakTrial:
 
 
 def _owned(session: UserSession, tenant: str, share: float, rng: random.Random) -> UserSession:
-    """A tenant's session. A `share` of its turns requests logprobs of the prompt."""
     turns = tuple(replace(turn, prompt_logprobs=rng.random() < share) for turn in session.turns)
     return replace(session, tenant=tenant, turns=turns)
 
@@ -142,8 +137,7 @@ def _trial(seed: int) -> SoakTrial:
 
 
 def _crowded(seed: int, config: SimulationConfig) -> SoakTrial:
-    """Overload: memories that two or three conversations fill, short queues at workers and gateways, devices so slow
-    that fetching KV from a host or another worker pays, and slow lanes."""
+    """Overload: memories that two or three conversations fill, short queues, and devices so slow that fetching KV pays."""
     rng = random.Random(f"{seed} crowded")
     block_size = config.spec.layout.block_size
     num_systems, system_tokens = rng.choice((1, 3)), rng.choice((16, 96))
@@ -183,9 +177,8 @@ def _crowded(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _brimful(seed: int, config: SimulationConfig) -> SoakTrial:
-    """Full memories: prompts that fill their last block exactly, and decode workers that two or three prompts fill to
-    the last block. Each answer lacks one more block, all have arrived at the same time, and no other request can
-    release one."""
+    """Full memories: prompts that fill their last block, and decode workers that two or three of them fill. Each answer
+    lacks one more block, and no other request can release one."""
     rng = random.Random(f"{seed} brimful")
     block_size, num_blocks = config.spec.layout.block_size, rng.choice((2, 5))
     length, num_requests, rate = num_blocks * block_size, rng.choice((6, 12)), rng.choice((40.0, 200.0))
@@ -206,8 +199,7 @@ def _brimful(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
-    """Slow transfers: KV that travels for long, prefixes that are pulled because computing them takes even longer, and
-    lanes that are held up, cut or lose an end meanwhile."""
+    """Slow transfers, pulled prefixes, and lanes that are held up, cut or lose an end meanwhile."""
     rng = random.Random(f"{seed} torn")
     is_slow = random.Random(f"{seed} slow").random() < 0.5
     load = _load(seed, rng.choice((16, 48)), rng.choice((10.0, 40.0)), (1, 64), (1, 16))
@@ -229,7 +221,7 @@ def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _lasting(seed: int, config: SimulationConfig) -> SoakTrial:
-    """Long answers: workers are lost, stopped and drained several times during one answer."""
+    """Long answers: workers are lost, stopped and drained several times during one."""
     rng = random.Random(f"{seed} lasting")
     num_requests, rate = rng.choice((4, 8)), rng.choice((3.0, 20.0))
     load = _load(seed, num_requests, rate, (1, rng.choice((16, 64))), (64, rng.choice((128, 256))))
@@ -249,7 +241,7 @@ def _lasting(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _slow_lane(seed: int, config: SimulationConfig) -> SoakTrial:
-    """A slow lane: one conversation without a fault, whose KV travels for longer than a lease."""
+    """One conversation without a fault, whose KV travels for longer than a lease."""
     rng = random.Random(f"{seed} slow lane")
     num_turns, length = rng.choice((2, 4)), rng.choice((200, MAX_PROMPT))
     load = _load(seed, num_turns, 1.0, (length, length), (4, 16))
@@ -270,7 +262,6 @@ def _slow_lane(seed: int, config: SimulationConfig) -> SoakTrial:
 def _load(
     seed: int, num_requests: int, rate: float, prompts: tuple[int, int], outputs: tuple[int, int]
 ) -> GeneratedLoad:
-    """Lengths are from the least to the greatest."""
     return GeneratedLoad(
         num_requests=num_requests,
         rate=rate,
@@ -297,7 +288,7 @@ def _faults(
 
 
 def run(made: SoakTrial, *, write: Callable[[str], object] | None = None) -> SimulationOutcome:
-    """Raises AssertionError for a broken invariant, as `simulate` does, and for an error that no fault explains."""
+    """Raises AssertionError for a broken invariant, and for an error that no fault explains."""
     outcome = simulate(made.config, made.sessions, made.faults, write=write)
     excuses = _excuses(made)
     for record in outcome.records:
@@ -313,8 +304,8 @@ def run(made: SoakTrial, *, write: Callable[[str], object] | None = None) -> Sim
 
 
 def _hurts(fault: Fault, failure: Failure) -> bool:
-    """Whether the fault may explain a failed attempt. Its effects end when leases have ended and a lost worker has been
-    found and restarted. A slow lane keeps its card busy for an unknown time after it is given up."""
+    """Effects of a fault end when leases have ended and a lost worker is back. A slow lane keeps its card busy for an
+    unknown time after it is given up."""
     if failure.at_s < fault.at_s:
         return False
     if fault.kind is Kind.GATEWAY_RESTART:
@@ -326,7 +317,7 @@ def _hurts(fault: Fault, failure: Failure) -> bool:
 
 
 def _excuses(made: SoakTrial) -> set[str]:
-    """The errors that clients may get."""
+    """Returns the errors that clients may get."""
     kinds, router = [fault.kind for fault in made.faults], made.config.router
     num_asked = sum(len(session.turns) for session in made.sessions)
     possible = {ABORTED: Kind.ABORTS in kinds, GATEWAY_LOST: Kind.GATEWAY_RESTART in kinds}
@@ -342,14 +333,12 @@ def _excuses(made: SoakTrial) -> set[str]:
 
 
 def is_broken_invariant(error: BaseException) -> bool:
-    """True only for a broken invariant; a traceback is shown for other errors, such as a bug of the simulator."""
     if isinstance(error, BaseExceptionGroup):
         return error.split(AssertionError)[1] is None
     return isinstance(error, AssertionError)
 
 
 def reason(error: BaseException) -> str:
-    """The error, without the groups that tasks wrap it in."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
@@ -403,13 +392,11 @@ def _config(seed: int, rng: random.Random) -> SimulationConfig:
 
 
 def _host(rng: random.Random) -> dict[str, Any]:
-    """The host tier's settings, for half of the clusters. Its links may or may not be fast enough to be worth it."""
     return {"host_blocks": rng.choice((0, 0, 8, 300)), "host_bytes_per_s": rng.choice((1e9, 50e9))}
 
 
 def _layout(dense: KVLayout, rng: random.Random) -> KVLayout:
-    """Half of the clusters keep keys and values of all positions; the others have windows, some in all layers, or
-    latents."""
+    """Half of the clusters keep keys and values of all positions; the others have windows or latents."""
     windows: tuple[int | None, ...] = rng.choice(((), (), (), (), (24, None), (100, 20, None), (40,), LATENTS))
     if windows == LATENTS:
         return KVLayout.latent(num_layers=8, width=576, dtype="bfloat16", block_size=dense.block_size)
@@ -418,7 +405,6 @@ def _layout(dense: KVLayout, rng: random.Random) -> KVLayout:
 
 
 def _kept(layout: KVLayout) -> str:
-    """The parts that a layout keeps besides all keys and values, for a report's cluster."""
     if layout.frees_blocks:
         sizes = sorted({window for window in layout.windows if window is not None})
         full = "" if None in layout.windows else " in all layers"
@@ -433,6 +419,6 @@ def _pools(rng: random.Random) -> PoolsConfig:
 
 
 def _hurried(session: UserSession, *, read_s: float = 0.0) -> UserSession:
-    """The session with short pauses: the soak looks for faults in turns, not between them."""
+    """Short pauses: the soak looks for faults in turns, not between them."""
     turns = tuple(replace(turn, pause_s=turn.pause_s / 20, read_s=read_s) for turn in session.turns)
     return replace(session, turns=turns)

@@ -11,8 +11,7 @@ from protos.values import WorkerRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineSample:
-    """A pool at one time: sums over its workers. `num_queued`: at the gateways, for any pool. `num_moved_bytes`: KV
-    sent from worker to worker so far."""
+    """Sums over a pool's workers. `num_queued`: at the gateways, for any pool. `num_moved_bytes`: so far."""
 
     at_s: float
     role: WorkerRole
@@ -25,8 +24,6 @@ class TimelineSample:
 
 
 class SimulationTimeline:
-    """`run` samples until cancelled."""
-
     def __init__(self, deployment: SimulatedDeployment, *, period_s: float) -> None:
         self.samples: list[TimelineSample] = []
         self._deployment = deployment

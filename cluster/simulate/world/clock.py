@@ -1,11 +1,10 @@
-"""An event loop with a virtual clock: it never sleeps, reads or writes, and runs all callbacks in one deterministic
-order.
+"""An event loop with a virtual clock that runs all callbacks in one deterministic order.
 
     callbacks are ready ─▶ run in the order they were scheduled (as asyncio guarantees)
     none is ready       ─▶ jump to the next timers' time; timers of one instant run in an order drawn from the seed,
-                           but ticks of idle parts come first, because some runs leave them out
+                           after ticks of idle parts, which some runs leave out
 
-The loop raises if code uses the outside world, or waits while nothing is scheduled: both are faults of a simulation.
+The loop raises if code uses the outside world, or waits while nothing is scheduled.
 """
 
 from __future__ import annotations
@@ -26,23 +25,19 @@ from typing import Any, NoReturn, TypeVar
 Result = TypeVar("Result")
 
 MAX_SPAN_S = 31 * 86_400.0
-"""Longest virtual time. Idle seconds are not skipped: heartbeats, leases, health checks and the supervisor's timers are
-the production code's, and cost 0.1 to 0.2 ms of CPU for each second of an idle worker."""
+"""Idle seconds are not skipped: an idle worker's heartbeats, leases and timers cost 0.1 to 0.2 ms of CPU a second."""
 MAX_CALLBACKS_AN_INSTANT = 5_000_000
 _FIRST = 2**62
 _WORD = 2**64 - 1
 
 
-class Deadlock(AssertionError):
-    """A task waits, and nothing is scheduled."""
+class Deadlock(AssertionError): ...
 
 
-class Standstill(AssertionError):
-    """Callbacks schedule one another without end, at one instant."""
+class Standstill(AssertionError): ...
 
 
-class OutsideWorld(AssertionError):
-    """The code requested a socket, a thread or a process: a simulation has none."""
+class OutsideWorld(AssertionError): ...
 
 
 class Handle:
@@ -64,8 +59,6 @@ class Handle:
 
 
 class Timer(Handle):
-    """Replaces `asyncio.TimerHandle`."""
-
     __slots__ = ("_loop", "_when", "is_due")
 
     def __init__(
@@ -92,10 +85,9 @@ class Timer(Handle):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """`seed` decides the order of timers that are due at one instant; `after` is called at the end of each instant.
+    """`seed` decides the order of timers of one instant; `after` is called at the end of each instant.
 
-    An unhandled exception ends `run_until_complete` and is raised by it. `over_s` is when the run was over; events
-    after that are clean-up.
+    An unhandled exception ends the run and is raised. Events after `over_s` are clean-up.
     """
 
     _ready: deque[Handle]  # asyncio's own names
@@ -140,7 +132,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def call_first(self, when: float, callback: Callable[[], object]) -> Timer:
-        """Schedules a timer before all other timers of its instant. The order of the others does not depend on it."""
+        """Schedules a timer before all others of its instant, whose order does not depend on it."""
         timer = Timer(when, callback, (), self, None)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers - _FIRST, timer))
@@ -169,22 +161,20 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise RuntimeError("Event loop is closed")
 
     def one_was_cancelled(self) -> None:
-        """Counts a cancelled timer. Most timers are timeouts that were not needed: they are removed once they are half
-        of the heap."""
+        """Most timers are timeouts that were not needed: they are removed once they are half of the heap."""
         self._num_cancelled += 1
         if self._num_cancelled > 64 and self._num_cancelled * 2 > len(self._timers):
             self._timers = [entry for entry in self._timers if not entry[2].is_cancelled]
             heapq.heapify(self._timers)
             self._num_cancelled = 0
 
-    def _write_to_self(self) -> None:
-        """The loop never sleeps, so nothing has to wake it."""
+    def _write_to_self(self) -> None: ...
 
     def _process_events(self, event_list: Any) -> None:
         raise OutsideWorld("there are no file descriptors to be polled")
 
     def _run_once(self) -> None:
-        """Runs everything that is ready now; callbacks scheduled meanwhile run with the next call."""
+        """Runs everything that is ready; callbacks scheduled meanwhile run with the next call."""
         ready = self._ready
         if not ready:
             self._jump()
@@ -233,9 +223,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._ready.extend(due if len(due) < 2 else self._shuffled(due))
 
     def _shuffled(self, due: list[Timer]) -> list[Timer]:
-        """A function of seed, time and the order of requests. The number of earlier timers does not matter, so that a
-        leap over some events does not change the order of others. Mixed as in Steele, Lea and Flood, "Fast splittable
-        pseudorandom number generators" (2014)."""
+        """A leap over some events does not change the order of others. Mixed as in Steele, Lea and Flood, "Fast
+        splittable pseudorandom number generators" (2014)."""
         state, places = self._order ^ hash(self._now_s), []
         for place in range(len(due)):
             state = (state + 0x9E3779B97F4A7C15) & _WORD
@@ -245,7 +234,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return [due[place] for _, place in sorted(places)]
 
     def interrupt(self) -> None:
-        """Ends the run after the callbacks that are ready now: no callback stops half-way."""
+        """Ends the run after the callbacks that are ready: none stops half-way."""
         self._fault = KeyboardInterrupt()
 
     def check_interrupted(self) -> None:
@@ -265,7 +254,7 @@ def running_loop() -> VirtualLoop:
 
 
 def run_virtually(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Result:
-    """Runs a coroutine to its end in virtual time. Raises its exception, or that of another task."""
+    """Raises the coroutine's exception, or that of another task."""
     asyncio.set_event_loop(loop)
     try:
         # No list of running generators is needed.
@@ -281,8 +270,7 @@ def run_virtually(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Re
 
 @contextmanager
 def _ended_by_ctrl_c(loop: VirtualLoop) -> Iterator[None]:
-    """Ctrl-C ends the loop between two callbacks; a second one raises KeyboardInterrupt at once. Where it is
-    ignored, it stays so."""
+    """Ctrl-C ends the loop between two callbacks; a second one raises at once. An ignored Ctrl-C stays ignored."""
     usual = signal.getsignal(signal.SIGINT)
     if usual is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
@@ -301,7 +289,7 @@ def _ended_by_ctrl_c(loop: VirtualLoop) -> Iterator[None]:
 
 
 def _end(loop: VirtualLoop) -> None:
-    """Cancels the remaining tasks and waits for their clean-up. Their errors are ignored: the run is over."""
+    """Cancels the remaining tasks. Their errors are ignored: the run is over."""
     loop.after = None
     tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
     for task in tasks:

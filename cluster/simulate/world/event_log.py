@@ -1,5 +1,4 @@
-"""The event log: events in order, as lines of text whose hash is the run's fingerprint. Same seed, same lines, same
-hash."""
+"""The event log: lines of text whose hash is the run's fingerprint."""
 
 from __future__ import annotations
 
@@ -11,9 +10,8 @@ from cluster.simulate.world.clock import VirtualLoop
 
 
 class SimulationLog:
-    """`write` gets every line, if given. Facts are numbers and words, never addresses of memory or real times. Seconds
-    count from `begin`, when the load and the faults' schedule begin; earlier lines are held back and get negative
-    times. The log ends with the run: clean-up is not logged."""
+    """Facts are numbers and words, never addresses of memory or real times. Seconds count from `begin`, when the load
+    begins; earlier lines are held back and get negative times. Clean-up is not logged."""
 
     def __init__(self, loop: VirtualLoop, write: Callable[[str], object] | None = None) -> None:
         self.num_events = 0
@@ -24,7 +22,7 @@ class SimulationLog:
         self._before: list[tuple[float, str]] = []
 
     def begin(self) -> None:
-        """Begins the load's time. It also writes the lines of a run that ended before its load began."""
+        """Also writes the lines of a run that ended before its load began."""
         self._start_s = self._loop.time()
         for at_s, text in self._before:
             self._put(at_s - self._start_s, text)
@@ -37,7 +35,7 @@ class SimulationLog:
 
     @property
     def over_s(self) -> float | None:
-        """When the run ended; None if that was before the load."""
+        """When the run ended; None before the load."""
         if self._start_s is None or self._loop.over_s is None or self._loop.over_s <= self._start_s:
             return None
         return self._loop.over_s - self._start_s

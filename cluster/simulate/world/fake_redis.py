@@ -1,10 +1,8 @@
-"""A simulated Redis through which gateways share their prefix index. It has the commands that
-`router.prefix.redis_store` uses.
+"""A simulated Redis with the commands that `router.prefix.redis_store` uses.
 
 RedisFeed ─ Store ─▶ Client ── delay, away or not ──▶ Server: strings, hashes, sets, streams, leases that end
 
-The gateways run the real client code, keys and messages included. Scripts are recognised by their text and run in
-Python, with the effects of Redis's Lua: one test sends the same commands to this server and to a real one.
+Scripts are recognised by their text and run in Python; a test sends the same commands to this server and to a real one.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from router.prefix import redis_store
 
 DELAY_S = 0.0002
 NODE_ENTRIES = 100
-"""The size of a stream's nodes in entries. A stream that is cut to about a length loses whole nodes."""
+"""A stream that is cut to about a length loses whole nodes of so many entries."""
 Entry = tuple[bytes, dict[bytes, bytes]]
 Result = TypeVar("Result")
 
@@ -32,7 +30,7 @@ class FakeRedisStream:
 
 
 class Server:
-    """One Redis, on one event loop. It cannot be reached between `disconnect` and `reconnect`."""
+    """It cannot be reached between `disconnect` and `reconnect`."""
 
     def __init__(self) -> None:
         self.reachable = True
@@ -50,7 +48,7 @@ class Server:
         }
 
     def disconnect(self) -> None:
-        """Makes the server unreachable. It keeps its data, except leases that end meanwhile."""
+        """The server keeps its data, except leases that end meanwhile."""
         self.reachable = False
         self._wake()
 
@@ -86,7 +84,6 @@ class Server:
         return place
 
     def after(self, key: str, place: str, count: int) -> list[Entry]:
-        """At most `count` entries of a stream that follow a place."""
         entries, since = self._stream(key).entries, redis_store.stream_order(place)
         first = len(entries)
         while first and redis_store.stream_order(entries[first - 1][0].decode()) > since:
@@ -97,7 +94,7 @@ class Server:
         return self._stream(key).entries[: -count - 1 : -1]
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Waits until an entry was added, the server became unreachable, or the time is over."""
+        """Returns when an entry was added, the server became unreachable, or the time is over."""
         waiter: asyncio.Future[None] = self._loop.create_future()
         self._reading[waiter] = None
         try:
@@ -186,8 +183,7 @@ class Server:
 
 
 class FakeRedisClient:
-    """One gateway's connection, with the methods of `redis.asyncio.Redis` and its errors. It is `dead` once its gateway
-    is."""
+    """One gateway's connection, with the methods and errors of `redis.asyncio.Redis`."""
 
     def __init__(self, server: Server) -> None:
         self.dead = False
@@ -226,15 +222,14 @@ class FakeRedisClient:
             entries = self._found(places, count)
         return await self._answer(entries)
 
-    async def aclose(self) -> None:
-        """Does nothing: there is no connection to close."""
+    async def aclose(self) -> None: ...
 
     def _found(self, places: Mapping[str, str], count: int) -> list[Any]:
         entries = {key: self._server.after(key, place, count) for key, place in places.items()}
         return [[key.encode(), listed] for key, listed in entries.items() if listed]
 
     async def _answer(self, answer: Result) -> Result:
-        """Returns an answer after the delay. A command takes effect even if its answer is lost."""
+        """A command takes effect even if its answer is lost."""
         await self._travel()
         return answer
 

@@ -1,7 +1,7 @@
-"""The faults of a simulated cluster and their times: a given schedule, or one drawn from a seed.
+"""The faults of a simulated cluster: a schedule, or faults drawn from a seed.
 
 A fault is text: `AT KIND TARGET [for SECONDS] [by AMOUNT]`, such as `12.5 kill decode-0`, `3 pause prefill-1 for 4` or
-`5 lane-slow prefill-0>decode-1 for 10 by 50`. So a schedule that broke something can be given again.
+`5 lane-slow prefill-0>decode-1 for 10 by 50`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from protos.errors import Misconfigured
 
 
 class Kind(StrEnum):
-    """By target: a worker, a lane (`source>destination`), a worker's KV events, a gateway (by number), the shared Redis
-    (`redis`), clients."""
+    """By target: a worker, a lane (`source>destination`), a worker's KV events, a gateway's number, `redis`, clients."""
 
     KILL = "kill"
     PAUSE = "pause"
@@ -54,8 +53,7 @@ DURATION_S, AMOUNT = 1.0, 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault. `amount` is the factor of a slowdown, the share of clients that leave, or the seconds that a clock
-    jumps."""
+    """`amount`: the factor of a slowdown, the share of clients that leave, or the seconds of a clock's jump."""
 
     at_s: float
     kind: Kind
@@ -90,7 +88,7 @@ class Fault:
 
     @property
     def what(self) -> str:
-        """The fault without its time and without parts that its kind does not use."""
+        """The fault without its time."""
         lasts = f" for {self.duration_s:.10g}" if self.kind in LASTING else ""
         return f"{self.kind} {self.target}{lasts}{f' by {self.amount:.10g}' if self.kind in MEASURED else ''}"
 
@@ -113,7 +111,6 @@ def _unread(text: str, why: str) -> Misconfigured:
 
 
 def targets_of(kind: Kind, workers: Sequence[str], *, num_gateways: int, with_store: bool) -> Sequence[str]:
-    """Targets that a fault of this kind can hit."""
     match kind:
         case Kind.GATEWAY_RESTART | Kind.INDEX_LOST:
             return [str(place) for place in range(num_gateways)]
@@ -137,7 +134,6 @@ def drawn(
     with_store: bool = False,
     of: Collection[Kind] = tuple(Kind),
 ) -> list[Fault]:
-    """`num` faults of these kinds at any time before `until_s`."""
     rng = random.Random(f"{seed} faults")
     kinds = [kind for kind in of if with_store or kind not in OF_STORES]
     targets = {kind: targets_of(kind, workers, num_gateways=num_gateways, with_store=with_store) for kind in kinds}

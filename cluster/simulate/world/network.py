@@ -4,9 +4,8 @@
                      ▲                                                               │
                      └────────────────────────── Pipe ◀───────────────────────────────┘
 
-Messages are the objects that would have been serialised: protobuf objects, or, if they are many or large, the values
-themselves (`VALUES`), which are never mutated. Errors of a broken connection, and the time until both sides notice, are
-those of gRPC with Baton's keepalive (`router.fleet.worker_client.CHANNEL_OPTIONS`).
+Many or large messages are the values themselves (`VALUES`), which are never mutated. Errors of a broken connection, and
+the time until both sides notice, are gRPC's with Baton's keepalive (`router.fleet.worker_client.CHANNEL_OPTIONS`).
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from protos.values import GenerateRequest
 from protos.wire import ChannelEncoding
 
 KEEPALIVE_S = 2.5
-"""After this long without a sign of life both sides give a connection up."""
+"""Both sides give a connection up after this long without a sign of life."""
 RESET_S = 0.001
-"""Time until peers learn of a process's end, from its kernel."""
+"""Until peers learn of a process's end from its kernel."""
 RETRANSMIT_S = 0.2
-"""The cost of a lost packet: the least retransmission timeout of Linux's TCP."""
+"""The least retransmission timeout of Linux's TCP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkModel:
-    """The delay of a message, with up to `jitter_s` more, and the share of messages that are sent twice."""
+    """A message takes `delay_s`, and up to `jitter_s` more; the share `loss` is sent twice."""
 
     delay_s: float = 0.0002
     jitter_s: float = 0.0
@@ -42,7 +41,7 @@ class NetworkModel:
 
 
 class Submitted:
-    """`ToWorker` with a request, as far as `workers.rpc.worker_servicer.WorkerServicer` and `WorkerClient` use it."""
+    """`ToWorker` with a request, as far as `WorkerServicer` and `WorkerClient` use it."""
 
     __slots__ = ("submit",)
     further = ()
@@ -54,7 +53,6 @@ class Submitted:
         return "submit"
 
     def ByteSize(self) -> int:
-        """Size of its tokens, nearly all of the message."""
         return 4 * (len(self.submit.prompt_ids) + len(self.submit.output_ids))
 
 
@@ -66,7 +64,7 @@ VALUES = ChannelEncoding(value=_itself, submit=Submitted)
 
 
 class Network:
-    """All ports by address. `rng` draws jitter and loss."""
+    """`rng` draws jitter and loss."""
 
     def __init__(self, wire: NetworkModel, rng: random.Random) -> None:
         self.wire = wire
@@ -78,7 +76,6 @@ class Network:
         return port
 
     def open_channel(self, address: str) -> SimulatedChannel:
-        """`router.fleet.worker_client.OpenChannel`."""
         return SimulatedChannel(self, address)
 
     def port(self, address: str) -> Port | None:
@@ -96,7 +93,7 @@ class Network:
 
 
 class Pipe:
-    """One direction of a connection: messages arrive in the order they were sent, or not at all."""
+    """One direction of a connection: messages arrive in order, or not at all."""
 
     def __init__(self, network: Network, port: Port, arrived: asyncio.Queue[Any] | None = None) -> None:
         self._network = network
@@ -128,7 +125,7 @@ class Pipe:
 
 
 class Port:
-    """The address at which one process serves. While frozen it neither receives nor sends, like a stopped process."""
+    """The address of one process. While frozen it neither receives nor sends."""
 
     def __init__(self, address: str, servicer: Any) -> None:
         self.address = address
@@ -140,7 +137,7 @@ class Port:
         self._waiting: list[Callable[[], object]] = []
 
     def freeze(self) -> None:
-        """Freezes the process: peers give up after `KEEPALIVE_S`, and the process notices this when it thaws."""
+        """Peers give up after `KEEPALIVE_S`; the process notices this when it thaws."""
         self.frozen = True
         asyncio.get_running_loop().call_later(KEEPALIVE_S, self._given_up, tuple(self.calls))
 
@@ -160,14 +157,12 @@ class Port:
             await thawed.wait()
 
     def close(self) -> None:
-        """Ends the process: callers and connected peers notice it immediately."""
         self.closed = True
         for call in tuple(self.calls):
             call.stop()
             call.fail_later(RESET_S, "Connection reset by peer")
 
     def reset(self) -> None:
-        """Breaks every connection; both sides live on."""
         for call in tuple(self.calls):
             call.fail_later(RESET_S, "Connection reset by peer")
             call.stop()
@@ -195,7 +190,6 @@ class Call:
         self._task.add_done_callback(self._ended)
 
     def stop(self) -> None:
-        """The server's side ends: its client or the connection is gone."""
         if self._task is not None:
             self._task.cancel()
 
@@ -210,7 +204,7 @@ class Call:
 
 
 class SimulatedChannel:
-    """`grpc.aio.Channel`, as far as `worker_pb2_grpc.WorkerStub` and `router.fleet.worker_client` use it."""
+    """`grpc.aio.Channel`, as far as it is used."""
 
     def __init__(self, network: Network, address: str) -> None:
         self._network = network
@@ -234,7 +228,7 @@ class SimulatedChannel:
         return lambda outgoing: SimulatedStream(self._network, self._address, method, outgoing)
 
     async def close(self, grace: float | None) -> None:
-        """Cancels calls that wait for an answer, like gRPC."""
+        """Cancels calls that wait for an answer, as gRPC does."""
         for reply in tuple(self._waiting):
             reply.cancel()
 
@@ -275,7 +269,7 @@ class SimulatedChannel:
 
 
 class SimulatedStream:
-    """A bidirectional call on the client's side: iterate over its messages; `cancel` ends it."""
+    """The client's side of a bidirectional call."""
 
     def __init__(self, network: Network, address: str, method: str, outgoing: AsyncIterator[Any]) -> None:
         self._network = network
@@ -311,7 +305,6 @@ class SimulatedStream:
             asyncio.get_running_loop().call_later(self._network.travel_s(), call.stop)
 
     async def _connect(self) -> None:
-        """Opens the call, then sends outgoing messages until they end."""
         await asyncio.sleep(self._network.travel_s())
         port = self._network.port(self._address)
         if port is None:
@@ -343,8 +336,6 @@ class Context:
 
 
 class Aborted(Exception):
-    """Raised by a servicer's method that aborts its call."""
-
     def __init__(self, error: grpc.RpcError) -> None:
         super().__init__()
         self.error = error

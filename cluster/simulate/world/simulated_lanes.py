@@ -1,4 +1,4 @@
-"""The network between workers: every worker's card sends and receives at one rate; a lane can be slow, held up or cut.
+"""The network between workers: each worker's card sends and receives at one rate; a lane can be slow, held up or cut.
 
 InprocExchange.carry(parcel) ─▶ when both cards are free ─▶ bytes / rate ─▶ delay ─▶ deliver
 """
@@ -14,14 +14,12 @@ from kvtransfer.transports.inproc import InprocExchange, InprocParcel
 from protos.values import LaneAddress
 
 STALL_S = 5.0
-"""A lane without progress for this long is lost, as in `kvtransfer.config.LaneConfig`."""
+"""A lane without progress for this long is lost, as in production."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cards:
-    """The network cards of workers. Rates are bytes per second each way, of all cards of a worker together: `rates` by
-    worker, else `rate`. `delay_s` is the delay of a message. Each lane stages about `max_staged_bytes`, as in
-    `kvtransfer.config.LaneConfig`."""
+    """Rates are bytes per second each way: `rates` by worker, else `rate`. Each lane stages about `max_staged_bytes`."""
 
     rate: float = 50e9
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -29,7 +27,6 @@ class Cards:
     max_staged_bytes: int = LaneConfig().max_staged_bytes
 
     def rate_between(self, source: str, destination: str) -> float:
-        """The rate of the slower end."""
         return min(self.rates.get(source, self.rate), self.rates.get(destination, self.rate))
 
 
@@ -42,7 +39,7 @@ class Condition:
 
 
 class Lanes:
-    """The lanes of all workers. `exchange` makes senders and receivers; all live on one event loop."""
+    """`exchange` makes senders and receivers."""
 
     def __init__(self, cards: Cards) -> None:
         self._loop = asyncio.get_running_loop()
@@ -72,8 +69,7 @@ class Lanes:
         self.exchange.cut(source, destination, "the wire was cut")
 
     def _carry(self, parcel: InprocParcel, deliver: Callable[[], None]) -> None:
-        """Carries a parcel. Parcels of a lane arrive in the order they were offered: the cards take them one after the
-        other."""
+        """Parcels of a lane arrive in order: the cards take them one after the other."""
         pair = (_worker(parcel.source), _worker(parcel.destination))
         condition = self._conditions.get(pair)
         took_s = parcel.num_bytes / self._cards.rate_between(*pair) * (1.0 if condition is None else condition.slowness)

@@ -1,5 +1,4 @@
-"""The requests of simulated clients and their times: sessions of one turn or several, recorded or generated from a
-seed.
+"""Sessions of simulated clients, recorded or generated from a seed.
 
 A turn's prompt is the whole conversation so far, answers included, plus what the turn adds.
 """
@@ -24,8 +23,7 @@ _OWN, _SYSTEM, _DOCUMENT, _ANSWERED = 10, 11, 12, 13  # kinds of spans; the benc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTurn:
-    """A turn of a session. `pause_s` passes between the previous answer and this turn, and `read_s` after each message
-    that its client reads. `prompt_logprobs`: requested, one per position."""
+    """`pause_s` passes before this turn, `read_s` after each message that its client reads."""
 
     spans: tuple[PrefixSpan, ...]
     num_output: int
@@ -40,8 +38,7 @@ class SessionTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserSession:
-    """One user's session. The first turn is sent `due_s` after the start. Sessions of different tenants share no cached
-    block."""
+    """The first turn is sent `due_s` after the start. Sessions of different tenants share no cached block."""
 
     number: int
     due_s: float
@@ -50,13 +47,13 @@ class UserSession:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the last turn's prompt and answer, which a worker must be able to hold."""
+        """Tokens of the last turn's prompt and answer."""
         return sum(turn.num_added + turn.num_output for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedLoad:
-    """Parameters of generated workloads: number of requests, mean `rate` a second, and lengths."""
+    """`rate`: mean requests a second."""
 
     num_requests: int
     rate: float
@@ -99,7 +96,7 @@ def _alone(item: WorkloadItem) -> UserSession:
 # -- arrivals ----------------------------------------------------------------------------------------------------------
 
 Pace = Callable[[float], float]
-"""The arrival rate at a time over its mean; at most `_PEAK` of its workload."""
+"""The arrival rate at a time over its mean; at most `_PEAK`."""
 
 _PEAK = 4.0
 
@@ -114,7 +111,7 @@ def bursty(at_s: float) -> float:
 
 
 def diurnal(at_s: float) -> float:
-    """A day in ten minutes: from almost no requests at night to twice the mean at noon."""
+    """A day in ten minutes, from almost no requests to twice the mean."""
     return 1.0 - 0.95 * math.cos(2 * math.pi * at_s / 600)
 
 
@@ -131,7 +128,6 @@ def arrivals(rate: float, pace: Pace, rng: random.Random) -> Iterator[float]:
 
 
 def independent(load: GeneratedLoad, pace: Pace) -> list[UserSession]:
-    """Prompts that share no prefix."""
     rng = random.Random(f"{load.seed} independent")
     due = arrivals(load.rate, pace, rng)
     return [
@@ -141,7 +137,7 @@ def independent(load: GeneratedLoad, pace: Pace) -> list[UserSession]:
 
 
 def conversations(load: GeneratedLoad, *, num_turns: int = 5, pause_s: float = 8.0) -> list[UserSession]:
-    """Conversations whose turns each add a fifth of a prompt's length. Users pause for `pause_s` on average."""
+    """Later turns add a fifth of a prompt's length. Users pause for `pause_s` on average."""
     rng = random.Random(f"{load.seed} conversations")
     due = arrivals(load.rate / num_turns, steady, rng)
     sessions = []
@@ -159,7 +155,7 @@ def conversations(load: GeneratedLoad, *, num_turns: int = 5, pause_s: float = 8
 def agents(
     load: GeneratedLoad, *, num_systems: int = 8, system_tokens: int = 4096, num_turns: int = 4
 ) -> list[UserSession]:
-    """Requests of a few kinds of agents, each kind with its own long system prompt. Tools answer within a second."""
+    """Each of a few kinds of agents has its own long system prompt. Tools answer within a second."""
     rng = random.Random(f"{load.seed} agents")
     due = arrivals(load.rate / num_turns, steady, rng)
     sessions = []
@@ -175,7 +171,6 @@ def agents(
 
 
 def documents(load: GeneratedLoad, *, num_documents: int = 20, document_tokens: int = 32_768) -> list[UserSession]:
-    """Questions about a few long documents."""
     rng = random.Random(f"{load.seed} documents")
     due = arrivals(load.rate, steady, rng)
     sessions = []
@@ -203,14 +198,12 @@ _PAUSE_S: Quantiles = ((0.0, 6), (0.1, 42), (0.25, 66), (0.5, 123), (0.75, 267),
 
 
 def assistant(load: GeneratedLoad) -> list[UserSession]:
-    """One product's assistant: every prompt begins with the same system prompt, prompts have 12,000 tokens on average
-    and at most ten times as many, and two in five conversations continue, some for many turns.
+    """One product's assistant: every prompt begins with the same system prompt, and two in five conversations continue.
 
     Lengths, turns and pauses are distributed as in Mooncake's conversation trace, whose rate is `ASSISTANT_RATE`;
-    another rate scales all times, like the speed of a trace. The load is in a steady state: conversations that began
-    before the run have their earlier turns in their first prompt. After turn k a conversation continues with the
-    probability k / (k + MORE_TURNS - 1), as in a Yule-Simon distribution (Simon, "On a class of skew distribution
-    functions", 1955).
+    another rate scales all times. The load is in a steady state: conversations that began before the run have their
+    earlier turns in their first prompt. After turn k a conversation continues with the probability k / (k + MORE_TURNS
+    - 1), as in a Yule-Simon distribution (Simon, "On a class of skew distribution functions", 1955).
     """
     rng = random.Random(f"{load.seed} assistant")
     speed, turns_each = load.rate / ASSISTANT_RATE, MORE_TURNS / (MORE_TURNS - 1)
@@ -234,7 +227,7 @@ def assistant(load: GeneratedLoad) -> list[UserSession]:
 
 
 def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list[tuple[float, SessionTurn]]:
-    """A conversation's turns, and the time at which each is sent if answers take no time."""
+    """Returns a conversation's turns, each with its time if answers take no time."""
     own = PrefixSpan(key=(_OWN, number * 1000), num_tokens=_tokens(_FIRST, rng))
     turn = SessionTurn(
         spans=(PrefixSpan(key=(_SYSTEM, 0), num_tokens=SYSTEM_TOKENS), own), num_output=_tokens(_ANSWER, rng)
@@ -253,7 +246,7 @@ def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list
 
 
 def _sent_until(talks: Sequence[Sequence[tuple[float, SessionTurn]]], last_s: float) -> list[UserSession]:
-    """The turns from time 0 to `last_s`. Earlier turns become the beginning of a conversation's first prompt."""
+    """Returns the turns from time 0 to `last_s`. Earlier turns become the beginning of a first prompt."""
     sessions = []
     for number, talk in enumerate(talks):
         turns = [(at_s, turn) for at_s, turn in talk if 0 <= at_s <= last_s]
@@ -298,13 +291,11 @@ USUAL_REQUESTS = 1000
 
 
 def least_requests(name: str, rate: float) -> int:
-    """The requests with which a run begins if no number is given."""
     return max(USUAL_REQUESTS, math.ceil(LEAST_PERIODS * PERIODS_S.get(name, 0.0) * min(rate, MAX_SPAN_S)))
 
 
 def generated(name: str, load: GeneratedLoad) -> list[UserSession]:
-    """Exactly `load.num_requests`: the last conversation may be cut short. Raises Misconfigured for an unknown
-    workload."""
+    """Makes exactly `load.num_requests`: the last conversation may be cut short. Raises Misconfigured."""
     if name not in GENERATED:
         raise Misconfigured(f"workload.name = {name!r}: choose one of {', '.join(GENERATED)}", param="workload.name")
     sessions = GENERATED[name](load)
@@ -314,8 +305,7 @@ def generated(name: str, load: GeneratedLoad) -> list[UserSession]:
 
 
 def generated_at_rate(name: str, load: GeneratedLoad) -> list[UserSession]:
-    """`generated`, with the arrivals of a constant rate stretched to exactly that rate: the rate of 1,000 random
-    arrivals is off by 3 % on average, by 9 % with one seed in 300."""
+    """Stretches arrivals of a constant rate to exactly that rate: 1,000 random ones are off by 3 % on average."""
     sessions = generated(name, load)
     if name not in OF_CONSTANT_RATE:
         return sessions
@@ -325,7 +315,7 @@ def generated_at_rate(name: str, load: GeneratedLoad) -> list[UserSession]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimit:
-    """The tokens of one session that a worker can hold. `limit` names the settings that bound it."""
+    """The tokens of a session that a worker can hold. `limit` names the settings that bound it."""
 
     num_tokens: int
     limit: str
@@ -339,7 +329,7 @@ class SessionLimit:
 
 
 def fitting(sessions: Sequence[UserSession], room: SessionLimit) -> tuple[list[UserSession], list[UserSession]]:
-    """The sessions whose last turn fits, and the others. Raises Misconfigured if none fits."""
+    """Returns the sessions that fit, and the others. Raises Misconfigured if none fits."""
     fits = [session for session in sessions if session.num_tokens <= room.num_tokens]
     if not fits:
         shortest = min(session.num_tokens for session in sessions)
