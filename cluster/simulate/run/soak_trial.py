@@ -137,7 +137,7 @@ def _trial(seed: int) -> SoakTrial:
 
 
 def _crowded(seed: int, config: SimulationConfig) -> SoakTrial:
-    """Overload: memories that two or three conversations fill, short queues, and devices so slow that fetching KV pays."""
+    """Overload: memories that two or three conversations fill, short queues, devices so slow that fetching KV pays."""
     rng = random.Random(f"{seed} crowded")
     block_size = config.spec.layout.block_size
     num_systems, system_tokens = rng.choice((1, 3)), rng.choice((16, 96))

@@ -18,7 +18,7 @@ from protos.errors import Misconfigured
 
 
 class Kind(StrEnum):
-    """By target: a worker, a lane (`source>destination`), a worker's KV events, a gateway's number, `redis`, clients."""
+    """By target: a worker, a lane (`source>destination`), a worker's KV events, a gateway, `redis`, clients."""
 
     KILL = "kill"
     PAUSE = "pause"

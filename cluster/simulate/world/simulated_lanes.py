@@ -19,7 +19,7 @@ STALL_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cards:
-    """Rates are bytes per second each way: `rates` by worker, else `rate`. Each lane stages about `max_staged_bytes`."""
+    """Rates are bytes per second each way: `rates` by worker, else `rate`. A lane stages about `max_staged_bytes`."""
 
     rate: float = 50e9
     rates: Mapping[str, float] = field(default_factory=dict)
