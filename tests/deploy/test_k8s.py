@@ -16,6 +16,7 @@ import yaml
 
 from cluster.cli.main import make_app
 from cluster.supervision.worker_placement import NodeResources, plan
+from protos.release import VERSION
 from protos.values import WorkerRole
 from tests.deploy.rendering import (
     K8S,
@@ -118,9 +119,8 @@ def test_what_is_mounted_is_there_and_nobody_writes_models_or_settings(shape: Re
 
 
 def test_images_are_ours_of_one_version(rendered: Callable[[str], Rendered]) -> None:
-    [version] = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    for name, tag in (("base", version), ("gpu", f"{version}-cuda")):
-        assert {rendered(name).containers[output]["image"] for output in OURS} == {f"baton:{tag}"}
+    for name, tag in (("base", VERSION), ("gpu", f"{VERSION}-cuda")):
+        assert {rendered(name).containers[container]["image"] for container in OURS} == {f"baton:{tag}"}
 
 
 # -- with Baton's settings and flags -----------------------------------------------------------------------------------
