@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -157,7 +156,7 @@ def leave_cores(niceness: int = 0) -> None:
         if hasattr(os, "sched_getaffinity"):
             os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
         if niceness and sys.platform == "linux":  # elsewhere all threads of a process are as nice
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+            os.nice(niceness)  # of this thread
     except OSError as error:
         log.warning("a thread stays on the cores of those that compute: %s", error)
 
