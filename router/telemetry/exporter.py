@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -29,6 +28,7 @@ from prometheus_client.registry import Collector
 
 from protos.errors import code_of
 from protos.event_loop import loop_time
+from protos.release import VERSION
 from router.router_config import TelemetryConfig
 from router.telemetry.spans import Arrival, Attribute, EndedChoice, EndedRequest, arrival, spans_of
 from router.text.sampling_request import TextRequest
@@ -43,7 +43,7 @@ CLOSE_S = 5.0
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _OK = Status()
 _NO_RESOURCE = Resource.get_empty()
-_SCOPE = InstrumentationScope("baton", version("baton"))
+_SCOPE = InstrumentationScope("baton", VERSION)
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 

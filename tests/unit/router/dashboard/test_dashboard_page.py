@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from prometheus_client import generate_latest
 
 from cluster.cli.admin_client import DEFAULT_URL
 from kvtransfer.hashing import chain_hashes
+from protos.release import VERSION
 from protos.values import BlockRemoved, BlockStored, Tier
 from router.admission.admission import Refused
 from router.auth.auth import AccessControl
@@ -155,7 +155,7 @@ async def node(*arguments: str) -> str:
 
 
 TOLD = [
-    f"Baton {version('baton')} tiny", "ready, but d1 is lost .*", "as of .*",
+    f"Baton {VERSION} tiny", "ready, but d1 is lost .*", "as of .*",
     r"requests in flight \| 1 \|", r"requests ended \| 2 \|",
     r"prefill \| 1/1 \|.*", r"decode \| 1/2 \| .* \| 0 \| 0 \| 0 B \|", r"first token( \| [\d.]+ m?s){3} \| 2 \|",
     r"invalid_request \| 1 \|", r"p0 \| ready \| cpu \| 127.0.0.1:.*", r"d0 \| ready \| cpu \| 127.0.0.1:.*",
