@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("baton", "torch", "triton", "ray", "grpcio", "fastapi", "uvicorn", "numpy")
+from protos.release import VERSION, commit
+
+PACKAGES = ("torch", "triton", "ray", "grpcio", "fastapi", "uvicorn", "numpy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ def cpu_model(cpuinfo: Path) -> str:
 
 
 def find_versions() -> Mapping[str, str]:
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "baton": f"{VERSION} {commit()}".strip()}
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)
