@@ -4,7 +4,7 @@ say what clients received?
     python -m benchmarks.batches.live_kills --lines 5000 --requests 1000 --kills 50
 
 `baton up` serves the demo model with two gateway processes, a prefill and two decode workers. A gateway process, a
-worker or the supervisor is ended by SIGKILL again and again, each time that all workers are ready. Meanwhile clients
+worker or the driver of Ray is ended by SIGKILL again and again, each time that all workers are ready. Meanwhile clients
 ask one thing after another: streamed or not, one choice or two, with and without stop strings, and some hang up. The
 row of a request whose client got its usage must say that usage. Only an answer that ended within LOST_S before a
 gateway process was killed may have no row: these are counted.
@@ -37,7 +37,7 @@ import httpx
 from benchmarks.output import write_figures
 
 MARK = "BATON_LIVE_KILLS"
-KINDS = {"gateway": "cluster.gateway.replica ", "supervisor": "cluster.ray.supervisor_process", "worker": ""}
+KINDS = {"gateway": "cluster.gateway.replica ", "driver": "cluster.ray.driver ", "worker": ""}
 FLEET = ("--prefill", "1", "--decode", "2", "--processes", "2", "--grpc-port", "0")
 QUICK = ("--set", "supervision.health_period_s=1")
 OVER = ("completed", "failed", "expired", "cancelled")

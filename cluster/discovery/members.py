@@ -76,6 +76,10 @@ class LateAnnouncer:
         for worker_id, address in self.addresses.items():
             await to.announce(worker_id, address)
 
+    def end(self) -> None:
+        """Nothing is passed on from now on."""
+        self._to = None
+
     async def starting(self, worker_id: str, successor: Successor) -> None:
         self._starting[worker_id] = successor
         if self._to is not None:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 from cluster.process.scratch_dir import PREFIX, share
-from cluster.ray.hosts import RankConnection, free_port, ours
+from cluster.ray.hosts import free_port, ours
 from cluster.ray.ray_session import Machines, short_folder
-from cluster.supervision.rank import Event, RankSpec
-from cluster.supervision.rank_starter import CONTACT_S, RankLink, end_process, start_process
-from protos.errors import BatonError, WorkerLost
+from cluster.supervision.rank_messages import RANK_MESSAGES
+from cluster.supervision.rank_starter import RankLink, end_process, start_process
+from protos.errors import BatonError, Unavailable, WorkerLost
 from protos.values import ErrorInfo
 from protos.wire import error_info, raised
 
@@ -26,7 +26,6 @@ Result = TypeVar("Result")
 
 NICENESS = "RAY_worker_niceness"
 """Without this variable Ray starts its workers with niceness 15, and ranks would starve beside other processes."""
-FIND_S = 1.0  # between two checks whether a lost node is back
 
 
 class NodeActor:
@@ -60,7 +59,9 @@ class NodeActor:
         )  # fmt: skip
         return await asyncio.to_thread(work)
 
-    async def order(self, name: str, pid: int, orders: RankSpec) -> int | ErrorInfo:
+    async def order(self, name: str, pid: int, packed: bytes) -> int | ErrorInfo:
+        """`packed`: the RankSpec."""
+        orders = RANK_MESSAGES.decode(packed)[1]
         return await _returned(self._link(name, partial(RankLink.start, self._folder, name, pid, orders, _unknown)))
 
     async def attach(self, name: str, pid: int) -> int | ErrorInfo:
@@ -69,8 +70,14 @@ class NodeActor:
     async def end(self, name: str, pid: int) -> None:
         end_process(self._folder, name, pid)
 
-    async def news(self, name: str) -> Sequence[Event] | ErrorInfo:
-        return await _returned(self._links[name].news())
+    async def news(self, name: str) -> Sequence[bytes] | ErrorInfo:
+        return await _returned(self._news(name))
+
+    async def _news(self, name: str) -> Sequence[bytes]:
+        """Raises Unavailable where an earlier actor of this node had the link."""
+        if name not in self._links:
+            raise Unavailable("this actor has no link to the rank")
+        return [RANK_MESSAGES.encode(type(event).__name__, event) for event in await self._links[name].news()]
 
     async def stop(self, name: str) -> None:
         await self._links[name].stop()
@@ -91,159 +98,67 @@ class NodeActor:
         return self._lock
 
 
-class RayNode:
-    """A `Host`: one node, through its actor."""
-
-    def __init__(self, node_id: str, address: str, actor: Any, nodes: RayNodes) -> None:
-        self.node_id = node_id
-        self.address = address
-        self.actor = actor
-        self._nodes = nodes
-
-    async def meeting_place(self) -> tuple[str, int]:
-        host, port = await _result(self.actor.meeting_place.remote(self.address))
-        return str(host), int(port)
-
-    async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
-        return int(await _result(self.actor.start.remote(name, dict(environment), leader)))
-
-    async def order(self, name: str, pid: int, orders: RankSpec) -> RankConnection:
-        return NodeLink(name, int(await _result(self.actor.order.remote(name, pid, orders))), self, self._nodes)
-
-    async def attach(self, name: str, pid: int) -> RankConnection:
-        return NodeLink(name, int(await _result(self.actor.attach.remote(name, pid))), self, self._nodes)
-
-    async def end(self, name: str, pid: int) -> None:
-        with suppress(WorkerLost):
-            await _result(self.actor.end.remote(name, pid))
-
-
-class NodeLink:
-    """A `RankConnection`. Losing the actor does not mean that the rank is lost: a new actor is made once Ray has the
-    node again. Meanwhile the rank's health shows whether it lives."""
-
-    def __init__(self, name: str, pid: int, node: RayNode, nodes: RayNodes) -> None:
-        self._name = name
-        self._pid = pid
-        self._node = node
-        self._nodes = nodes
-
-    async def news(self) -> Sequence[Event]:
-        from ray.exceptions import RayError
-
-        while True:
-            try:
-                reply = await self._node.actor.news.remote(self._name)
-            except RayError:
-                self._nodes.away(self._name, f"Ray has lost the machine {self._node.address}")
-                try:
-                    await self._find()
-                finally:
-                    self._nodes.away(self._name, "")
-                continue
-            if isinstance(reply, ErrorInfo):
-                raise raised(reply)
-            events: Sequence[Event] = reply
-            return events
-
-    async def stop(self) -> None:
-        await _result(self._node.actor.stop.remote(self._name))
-
-    async def close(self) -> None:
-        with suppress(WorkerLost):
-            await _result(self._node.actor.close.remote(self._name))
-
-    async def _find(self) -> None:
-        from ray.exceptions import RayError
-
-        async with self._nodes.in_time(self._node.address):
-            while True:
-                await asyncio.sleep(FIND_S)
-                self._node = await self._nodes.at(self._node.address)
-                with suppress(RayError):
-                    reply = await self._node.actor.attach.remote(self._name, self._pid)
-                    if isinstance(reply, ErrorInfo):
-                        raise raised(reply)
-                    return
-
-
 class RayNodes:
-    """The nodes of a running Ray, with an actor on each node in use. `away` is called with the name of a rank whose
-    node Ray has lost, and the reason; with "" when the node is back."""
+    """The nodes of a running Ray, with an actor on each node in use."""
 
-    def __init__(
-        self, machines: Machines, run: str, contact_s: float, away: Callable[[str, str], None] = lambda *_: None
-    ) -> None:
+    def __init__(self, machines: Machines, run: str, contact_s: float) -> None:
         self._machines = machines
-        self.away = away
         self._run = run
         self._contact_s = contact_s
-        self._actors: dict[str, Any] = {}
+        self._actors: dict[str, Any] = {}  # by address
         self._making = asyncio.Lock()
 
-    async def of(self, node_id: str) -> RayNode:
-        """Raises WorkerLost if the node is gone."""
-        for known, address in await self._alive():
-            if known == node_id:
-                return RayNode(node_id, address, await self._actor(node_id), self)
-        raise WorkerLost("the worker's machine has left Ray")
+    async def call(self, address: str, method: str, *arguments: Any) -> Any:
+        """Calls the actor on the node. Raises the BatonError that it returns, or Unavailable without the node."""
+        from ray.exceptions import RayError
 
-    async def leave(self, node_id: str) -> None:
+        actor = await self._actor(address)
+        try:
+            reply = await getattr(actor, method).remote(*arguments)
+        except RayError as error:
+            if self._actors.get(address) is actor:
+                del self._actors[address]
+            raise Unavailable(f"Ray has lost the machine of its process: {_last_line(error)}") from error
+        if isinstance(reply, ErrorInfo):
+            raise raised(reply)
+        return reply
+
+    async def addresses(self, node_ids: Sequence[str]) -> tuple[str, ...]:
+        """Raises WorkerLost if a node is gone."""
+        alive = dict(await self._alive())
+        if not alive.keys() >= set(node_ids):
+            raise WorkerLost("the worker's machine has left Ray")
+        return tuple(alive[node_id] for node_id in node_ids)
+
+    async def leave(self, address: str) -> None:
         """Ends the actor on a node on which no worker runs: with an actor the node would never be idle for Ray, and its
         autoscaler would keep it. Never fails."""
         import ray
 
-        actor = self._actors.pop(node_id, None)
+        actor = self._actors.pop(address, None)
         if actor is not None:
             with suppress(Exception):  # Ray raises plain Exceptions; a node that is gone has no actor
                 await self._machines.call(lambda: ray.kill(actor))
 
-    async def at(self, address: str) -> RayNode:
-        """Waits until Ray has a node with this address. Raises WorkerLost if the node has been absent for so long that
-        its ranks have ended by themselves."""
-        from ray.exceptions import RayError
-
-        async with self.in_time(address):
-            while True:
-                with suppress(WorkerLost, RayError):  # Ray has not listed its nodes yet, or loses this one meanwhile
-                    for node_id, known in await self._alive():
-                        if known == address:
-                            return RayNode(node_id, address, await self._actor(node_id), self)
-                await asyncio.sleep(FIND_S)
-
-    @asynccontextmanager
-    async def in_time(self, address: str) -> AsyncIterator[None]:
-        """Raises WorkerLost if the ranks on the node have had no contact for so long that they have ended."""
-        limit_s = self._contact_s + CONTACT_S
-        try:
-            async with asyncio.timeout(limit_s):
-                yield
-        except TimeoutError:
-            raise WorkerLost(f"Ray has not had the machine {address} for {limit_s:g} s") from None
-
     async def _alive(self) -> list[tuple[str, str]]:
-        """Raises WorkerLost if Ray cannot list its nodes."""
+        """Ids and addresses. Raises Unavailable if Ray cannot list its nodes."""
         import ray
 
         try:
             nodes = await self._machines.call(ray.nodes)
         except Exception as error:  # Ray raises plain Exceptions
-            raise WorkerLost(f"Ray cannot list its nodes: {_last_line(error)}") from error
+            raise Unavailable(f"Ray cannot list its nodes: {_last_line(error)}") from error
         return [(str(node["NodeID"]), str(node["NodeManagerAddress"])) for node in nodes if node["Alive"]]
 
-    async def _actor(self, node_id: str) -> Any:
-        from ray.exceptions import RayError
-
+    async def _actor(self, address: str) -> Any:
+        """Raises Unavailable."""
         async with self._making:
-            actor = self._actors.get(node_id)
-            if actor is not None:
-                try:
-                    await actor.__ray_ready__.remote()
-                    return actor
-                except RayError:
-                    pass
-            self._actors[node_id] = actor = await self._machines.call(lambda: self._make(node_id))
-            return actor
+            if address not in self._actors:
+                ids = [node_id for node_id, known in await self._alive() if known == address]
+                if not ids:
+                    raise Unavailable(f"Ray does not have the machine {address}")
+                self._actors[address] = await self._machines.call(lambda: self._make(ids[0]))
+            return self._actors[address]
 
     def _make(self, node_id: str) -> Any:
         import ray
@@ -265,19 +180,6 @@ async def _returned(work: Awaitable[Result]) -> Result | ErrorInfo:
         return await work
     except (BatonError, OSError) as error:
         return error_info(error if isinstance(error, BatonError) else WorkerLost(str(error)))
-
-
-async def _result(call: Awaitable[Any]) -> Any:
-    """Raises the BatonError that the actor returned, or WorkerLost if the actor is gone."""
-    from ray.exceptions import RayError
-
-    try:
-        reply = await call
-    except RayError as error:
-        raise WorkerLost(f"Ray has lost the machine of its process: {_last_line(error)}") from error
-    if isinstance(reply, ErrorInfo):
-        raise raised(reply)
-    return reply
 
 
 def _last_line(error: Exception) -> str:

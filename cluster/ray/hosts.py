@@ -64,6 +64,14 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TakenShare:
+    """A reservation in Ray: the GPUs of each rank, and the node of each, by its address; no nodes on this machine."""
+
+    devices: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlace:
     """The machine of each rank of a worker; `devices`: the GPUs of each rank, as in CUDA_VISIBLE_DEVICES."""
 

@@ -88,8 +88,11 @@ class WorkerPlaces(Protocol):
 class RankLauncher:
     """One for each cluster. Every process that it starts or finds is killed when its worker's stream ends or is closed.
 
-    `record` is called before a process is started, and when more is known of it.
+    `record` is called before a process is started, and when more is known of it. A worker has `polite_s` to stop; with
+    None its processes are left alone.
     """
+
+    polite_s: float | None = POLITE_STOP_S
 
     def __init__(self, config: ClusterConfig, places: WorkerPlaces, record: Callable[[LivingWorker], None]) -> None:
         self._config = config
@@ -156,12 +159,14 @@ class RankLauncher:
             intact = False
             raise
         finally:
-            if intact:
+            if intact and self.polite_s:
                 with suppress(TimeoutError, BatonError):
-                    async with asyncio.timeout(POLITE_STOP_S):
+                    async with asyncio.timeout(self.polite_s):
                         await links[0].stop()
 
     async def _end(self, plan: WorkerPlan, processes: Processes) -> None:
+        if self.polite_s is None:
+            return
         with suppress(TimeoutError):
             async with asyncio.timeout(KILL_S):
                 await processes.end()

@@ -1,297 +1,96 @@
-"""Shares of machines that Ray reserves for workers, as placement groups: a worker's ranks are on one machine, or, with
-`ray.span_nodes` and where no machine has room for all, on several. On one machine a worker keeps its place over
-its restarts and Ray's: a successor can start there while Ray is away."""
+"""The places of workers: shares of machines that Ray has reserved for them.
+
+On this machine a worker keeps its place over its restarts and Ray's: a successor can start there while Ray is away. On
+nodes of a Ray that Baton did not start nothing is reserved while Ray is away.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
-from cluster.ray.actors import RayNode, RayNodes
-from cluster.ray.hosts import Host, WorkerPlace
-from cluster.ray.ray_session import Machines
+from cluster.ray.driver_process import DriverProcess
+from cluster.ray.hosts import Host, TakenShare, WorkerPlace
+from cluster.ray.node_hosts import NodeHost
 from cluster.supervision.living import LivingWorker
 from cluster.supervision.worker_placement import WorkerPlan
-from protos.errors import WorkerLost
+from protos.errors import BatonError, Unavailable
 
 log = logging.getLogger("baton.cluster")
 
-PINNED = 0.001  # of the custom resource by which Ray identifies a node
 
+class Places:
+    """A `WorkerPlaces`. `here`: this machine, None for nodes of a Ray that Baton did not start."""
 
-@dataclass(slots=True, eq=False)
-class MachineShare:
-    """A reservation in Ray: a group for the worker, or one for each rank if certain GPUs are needed."""
+    def __init__(self, driver: DriverProcess, here: Host | None, orphan_s: float) -> None:
+        self._driver = driver
+        self._here = here
+        self._orphan_s = orphan_s
+        self._taken: dict[str, TakenShare] = {}  # by worker
 
-    groups: list[Any] = field(default_factory=list)
-    devices: tuple[str, ...] = ()
-
-
-class OneMachine:
-    """Everything runs on this machine. `known`: GPUs that workers got from an earlier supervisor."""
-
-    trouble = "Ray is being started"
-
-    def __init__(self, host: Host, known: Mapping[str, tuple[str, ...]]) -> None:
-        self._host = host
-        self._devices = dict(known)
-        self._shares: asyncio.Future[RayShares] = asyncio.get_running_loop().create_future()
-
-    def use(self, shares: RayShares) -> None:
-        """Called when Ray is available."""
-        self.trouble = ""
-        self._shares.set_result(shares)
+    @property
+    def trouble(self) -> str:
+        return self._driver.fault
 
     async def keep(self, plans: Sequence[WorkerPlan]) -> None:
-        """Reserves the workers' places again that they had in an earlier Ray."""
-        shares = await asyncio.shield(self._shares)
+        """Reserves the places of running workers in a Ray that has come up, or warns: they serve either way."""
         for plan in plans:
-            if plan.worker_id in self._devices:
-                await _keep(shares, plan, self._devices[plan.worker_id])
+            if (share := self._taken.get(plan.worker_id)) is None:
+                continue
+            why = ""
+            try:
+                if await self._driver.call("keep", plan, share, kind=bool):
+                    continue
+            except BatonError as error:
+                why = f": {error.message}"
+            log.warning(
+                "worker %s: Ray could not reserve what it has (GPUs: %s): Ray may give the same to other programs%s",
+                plan.worker_id, ", ".join(share.devices) or "none", why,
+            )  # fmt: skip
 
     async def take(self, plan: WorkerPlan) -> WorkerPlace:
-        if plan.worker_id not in self._devices:
-            shares = await asyncio.shield(self._shares)
-            self._devices[plan.worker_id] = await shares.take(plan)
-        return self._place(plan, self._devices[plan.worker_id])
+        while self._here is None or plan.worker_id not in self._taken:
+            try:
+                share = await self._driver.call("take", plan, kind=TakenShare)
+            except Unavailable:
+                if self._driver.is_up:
+                    raise
+                continue  # Ray was lost: the next one is called
+            await self._move(plan.worker_id, share)
+            break
+        return self._place(plan, self._taken[plan.worker_id])
 
     async def retake(self, plan: WorkerPlan, living: LivingWorker) -> WorkerPlace:
-        return self._place(plan, living.devices)
-
-    def _place(self, plan: WorkerPlan, devices: tuple[str, ...]) -> WorkerPlace:
-        return WorkerPlace(hosts=(self._host,) * plan.num_ranks, devices=devices)
-
-    async def give_back(self, plan: WorkerPlan) -> None:
-        """Keeps the place for the worker's next incarnation."""
-
-    async def release(self, worker_id: str) -> None:
-        self._devices.pop(worker_id, None)
-        if self._shares.done():
-            await self._shares.result().give_back(worker_id)
-
-
-class ManyMachines:
-    """Nodes of a Ray cluster that Baton did not start: nothing is reserved while Ray is away."""
-
-    trouble = "Ray is not there"
-
-    def __init__(self) -> None:
-        self._ray: asyncio.Future[tuple[RayShares, RayNodes]] = asyncio.get_running_loop().create_future()
-        self._node_ids: dict[str, frozenset[str]] = {}  # where each worker was placed last
-
-    def use(self, shares: RayShares, nodes: RayNodes) -> None:
-        """Called when Ray is available."""
-        self.trouble = ""
-        self._ray.set_result((shares, nodes))
-
-    async def take(self, plan: WorkerPlan) -> WorkerPlace:
-        shares, nodes = await asyncio.shield(self._ray)
-        devices = await shares.take(plan)
-        hosts = await _each(nodes.of, await shares.node_ids(plan.worker_id))
-        await self._moved(plan.worker_id, hosts)
-        return WorkerPlace(hosts=hosts, devices=devices)
-
-    async def retake(self, plan: WorkerPlan, living: LivingWorker) -> WorkerPlace:
-        shares, nodes = await asyncio.shield(self._ray)
-        hosts = await _each(nodes.at, living.hosts)
-        await self._moved(plan.worker_id, hosts)
-        await _keep(shares, plan, living.devices, living.hosts)
-        return WorkerPlace(hosts=hosts, devices=living.devices)
+        share = TakenShare(devices=living.devices, hosts=living.hosts if self._here is None else ())
+        await self._move(plan.worker_id, share)
+        return self._place(plan, share)
 
     async def give_back(self, plan: WorkerPlan) -> None:
-        if self._ray.done():
-            shares, _ = self._ray.result()
-            await shares.give_back(plan.worker_id)
+        if self._here is None:
+            await self._try("give_back", plan.worker_id)
 
     async def release(self, worker_id: str) -> None:
-        """The place was released with the last incarnation: its node may be idle now."""
-        await self._moved(worker_id, ())
+        await self._move(worker_id, None)
+        await self._try("give_back", worker_id)
 
-    async def _moved(self, worker_id: str, hosts: Sequence[RayNode]) -> None:
-        """Leaves the nodes where the worker was, if no other worker is there."""
-        before = self._node_ids.pop(worker_id, frozenset())
-        if hosts:
-            self._node_ids[worker_id] = frozenset(host.node_id for host in hosts)
-        for node_id in before.difference(*self._node_ids.values()) if self._ray.done() else ():
-            await self._ray.result()[1].leave(node_id)
+    def _place(self, plan: WorkerPlan, share: TakenShare) -> WorkerPlace:
+        if self._here is not None:
+            return WorkerPlace(hosts=(self._here,) * plan.num_ranks, devices=share.devices)
+        nodes = {address: NodeHost(address, self._driver, self._orphan_s) for address in share.hosts}
+        return WorkerPlace(hosts=tuple(nodes[address] for address in share.hosts), devices=share.devices)
 
-
-async def _each(find: Callable[[str], Awaitable[RayNode]], names: Sequence[str]) -> tuple[RayNode, ...]:
-    """The node of each name; one of several ranks is looked for once."""
-    found = {name: await find(name) for name in dict.fromkeys(names)}
-    return tuple(found[name] for name in names)
-
-
-async def _keep(shares: RayShares, plan: WorkerPlan, devices: tuple[str, ...], nodes: Sequence[str] = ()) -> None:
-    """Reserves the place of a running worker, or warns: the worker serves either way."""
-    why = ""
-    try:
-        if await shares.take_devices(plan, devices, nodes):
-            return
-    except Exception as error:  # Ray raises plain Exceptions
-        why = f": {type(error).__name__}: {error}"
-    log.warning(
-        "worker %s: Ray could not reserve what it has (GPUs: %s): Ray may give the same to other programs%s",
-        plan.worker_id, ", ".join(devices) or "none", why,
-    )  # fmt: skip
-
-
-class RayShares:
-    """Placement groups of a running Ray."""
-
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
-        self._shares: dict[str, MachineShare] = {}
-
-    async def take(self, plan: WorkerPlan) -> tuple[str, ...]:
-        """Waits until there is room. Returns the GPUs of each rank. Raises WorkerLost if Ray fails."""
-        bundles = plan.bundles()
-        group = await self._group(bundles, plan.worker_id, strategy="PACK" if plan.spans_nodes else "STRICT_PACK")
-        share = self._shares[plan.worker_id] = MachineShare(groups=[group])
-        try:
-            await (self._ready_on_several(group) if plan.spans_nodes else _ready(group))
-            if plan.gpus_per_rank:
-                share.devices = await _devices(group, bundles)
-        except BaseException:  # also if the caller was cancelled
-            if self._shares.get(plan.worker_id) is share:
-                del self._shares[plan.worker_id]
-            await self._remove([group])
-            raise
-        return share.devices
-
-    async def take_devices(self, plan: WorkerPlan, devices: tuple[str, ...], nodes: Sequence[str] = ()) -> bool:
-        """Reserves the GPUs that a worker has already, those of rank r on `nodes[r]`. Returns whether Ray gave exactly
-        these. Ray gives any free GPU, so others are held until it has given the right one."""
-        share = self._shares[plan.worker_id] = MachineShare(devices=devices)
-        aside: dict[tuple[str, str], Any] = {}
-        try:
-            for rank, bundle in enumerate(plan.bundles()):
-                node = nodes[rank] if nodes else ""
-                pinned = {f"node:{node}": PINNED} if node else {}
-                wanted = (node, devices[rank] if devices else "")
-                while wanted not in aside:
-                    group = await self._group([bundle | pinned], f"{plan.worker_id} rank {rank}")
-                    try:
-                        if not await _ready_now(group):
-                            return False
-                        aside[node, (await _devices(group, [bundle]))[0] if devices else ""] = group
-                    finally:
-                        if group not in aside.values():
-                            await self._remove([group])
-                share.groups.append(aside.pop(wanted))
-            return True
-        finally:
-            await self._remove(list(aside.values()))
-
-    async def give_back(self, worker_id: str) -> None:
-        share = self._shares.pop(worker_id, None)
+    async def _move(self, worker_id: str, share: TakenShare | None) -> None:
+        """Records the worker's place. Leaves the nodes of the one before on which no other worker is."""
+        before = self._taken.pop(worker_id, TakenShare())
         if share is not None:
-            await self._remove(share.groups)
+            self._taken[worker_id] = share
+        used = {address for taken in self._taken.values() for address in taken.hosts}
+        for address in {*before.hosts} - used:
+            await self._try("leave", address)
 
-    async def node_ids(self, worker_id: str) -> Sequence[str]:
-        """The node of each rank."""
-        from ray.util.placement_group import placement_group_table
-
-        [group] = self._shares[worker_id].groups
-        table = await self._machines.call(lambda: placement_group_table(group))
-        return [str(node_id) for _, node_id in sorted(table["bundles_to_node_id"].items())]
-
-    async def _ready_on_several(self, group: Any) -> None:
-        """Since a node of such a group was lost, Ray's head may for ever count as used what is free on the others (Ray
-        2.60): a node that runs a task reports what it has."""
-        waiting = asyncio.ensure_future(_ready(group))
-        try:
-            while not (await asyncio.wait({waiting}, timeout=REPORT_S))[0]:
-                await self._let_nodes_report()
-            await waiting
-        finally:
-            waiting.cancel()
-
-    async def _let_nodes_report(self) -> None:
-        import ray
-
-        def on_each_node() -> list[Any]:
-            task, nodes = ray.remote(_visible_devices), ray.nodes()  # type: ignore[no-untyped-call]
-            names = [f"node:{node['NodeManagerAddress']}" for node in nodes if node["Alive"]]
-            return [task.options(num_cpus=0, resources={name: PINNED}).remote() for name in names]
-
-        running = [asyncio.ensure_future(_done(one)) for one in await self._machines.call(on_each_node)]
-        await asyncio.wait(running, timeout=REPORT_S)
-        for one in running:
-            one.cancel()
-
-    async def _group(self, bundles: list[dict[str, float]], name: str, strategy: str = "STRICT_PACK") -> Any:
-        from ray.util.placement_group import placement_group
-
-        return await self._machines.call(lambda: placement_group(bundles, strategy=strategy, name=name))
-
-    async def _remove(self, groups: Sequence[Any]) -> None:
-        from ray.exceptions import RayError
-        from ray.util.placement_group import remove_placement_group
-
-        for group in groups:
-            with suppress(RayError, ValueError):
-                await self._machines.call(partial(remove_placement_group, group))
-
-
-ROOM_S = 10.0  # for a group that fits where its worker runs already
-REPORT_S = 20.0  # between two questions to nodes what they have free
-
-
-async def _done(task: Any) -> None:
-    """A node that is lost, or too busy, reports nothing."""
-    from ray.exceptions import RayError
-
-    with suppress(RayError):
-        await task
-
-
-async def _ready(group: Any) -> None:
-    from ray.exceptions import RayError
-
-    try:
-        await group.ready()
-    except RayError as error:
-        raise WorkerLost(f"Ray has no place for it: {str(error).strip().splitlines()[-1]}") from error
-
-
-async def _ready_now(group: Any) -> bool:
-    try:
-        async with asyncio.timeout(ROOM_S):
-            await _ready(group)
-    except (TimeoutError, WorkerLost):
-        return False
-    return True
-
-
-async def _devices(group: Any, bundles: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
-    """The GPUs of each bundle, as in CUDA_VISIBLE_DEVICES."""
-    import ray
-    from ray.exceptions import RayError
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    look = ray.remote(_visible_devices)
-    looking = [
-        look.options(
-            num_cpus=0, num_gpus=bundle["GPU"], max_retries=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
-        ).remote()
-        for number, bundle in enumerate(bundles)
-    ]  # fmt: skip
-    try:
-        return tuple([await one for one in looking])
-    except RayError as error:
-        raise WorkerLost(
-            f"Ray did not return the GPUs of the placement group: {str(error).strip().splitlines()[-1]}"
-        ) from error
-
-
-def _visible_devices() -> str:
-    """Runs on the node, in a process of Ray's."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    async def _try(self, method: str, argument: str) -> None:
+        """A Ray that is away has nothing to give back."""
+        if self._driver.is_up:
+            with suppress(BatonError):
+                await self._driver.call(method, argument, kind=type(None))

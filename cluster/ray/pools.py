@@ -1,7 +1,7 @@
-"""The workers of a deployment, as the serving process sees them. Their supervisor runs in a process of its own, which
-this process starts, and restarts while workers keep running.
+"""The workers of a deployment in the serving process: planned, supervised, announced. Ray's library is in a process of
+its own (`driver_process`), which may end while workers keep running.
 
-spawn the supervisor ─▶ Planned ─▶ Viewed, WorkerJoined ... ─▶ it has ended: spawn the next one, which adopts them
+order ─▶ begin: plan, as the machines allow ─▶ Supervisor ─▶ RankLauncher ─▶ Places ═ calls ═▶ the driver: Ray
 """
 
 from __future__ import annotations
@@ -9,63 +9,58 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from cluster.config.cluster_config import ClusterConfig
+from cluster.config.revised import revised
 from cluster.discovery.members import ClusterAnnouncer, LateAnnouncer
-from cluster.process.channel import MessageChannel, Ping, Pong, ProcessFailed
-from cluster.process.life import live, spawn
 from cluster.process.reaper import Reaper, adopt_orphans
 from cluster.process.scratch_dir import Scratch, kill_users
+from cluster.ray.driver_messages import BeginDriver
+from cluster.ray.driver_process import DriverProcess
+from cluster.ray.hosts import ThisMachine
+from cluster.ray.launcher import RankLauncher
 from cluster.ray.machine_part import MachinePart
+from cluster.ray.places import Places
 from cluster.ray.ray_session import OURS, end_private_ray, short_folder
-from cluster.ray.start_times import StartTimes
-from cluster.ray.supervisor_messages import (
-    SUPERVISOR_MESSAGES,
-    Begin,
-    Drain,
-    Drained,
-    LogLine,
-    Planned,
-    ProcessEnded,
-    RayAway,
-    Resize,
-    Resized,
-    StartupStep,
-    StopWorkers,
-    Viewed,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerRecorded,
-    WorkersStopped,
-    WorkerStarting,
-)  # fmt: skip
-from cluster.supervision.lifecycle import LifeState, delay_s
+from cluster.supervision.health import WorkerCalls
+from cluster.supervision.lifecycle import LifeState
 from cluster.supervision.living import LivingFleet, LivingWorker
 from cluster.supervision.start_progress import Bars
-from cluster.supervision.supervisor import SupervisedWorker
-from cluster.supervision.worker_placement import FIRST, WorkerPlan, missing
-from protos.errors import BatonError, Unavailable
-from protos.event_loop import Changed
+from cluster.supervision.supervisor import RunningWorker, SupervisedWorker, Supervisor
+from cluster.supervision.worker_placement import (
+    FIRST,
+    NodeResources,
+    WorkerPlan,
+    check_cores,
+    check_fits,
+    joined,
+    missing,
+    plan,
+    replan,
+    shared_cpus,
+    why_not_gpus,
+)
+from protos.errors import Unavailable
 from protos.values import WorkerRole
-from protos.wire import raised
+from router.fleet.channels import Channels
 from router.fleet_owner import Revision
 
 log = logging.getLogger("baton.cluster")
 
-PROGRAM = "from cluster.ray.supervisor_process import main; main()"
+Result = TypeVar("Result")
+
 RAY_TITLE = b"ray::"  # of processes that Ray's raylet started
-START_TRIES = 3  # of a Ray that never started
 STOP_S = 40.0  # for the stop of all workers and of Ray
-MAX_PAUSE_S = 5.0  # before a supervisor that keeps ending is started again
 TICK_S = 1.0
-PING_S = 2.0
-DOUBT_UNANSWERED = 2
-MAX_UNANSWERED = 15  # the supervisor's times are generous: no request waits for it, and importing Ray takes seconds
-MAX_SAID_LINES = 20
+NUM_STARTS = 8  # of workers, whose median is the time that a start takes
+MAX_ENDED = 1024  # exit statuses that no link has read
 
 
 class Pools:
@@ -83,50 +78,53 @@ class Pools:
         keep: Callable[[LivingFleet], None] | None = None,
         left: LivingFleet | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._bars, self._revision = config, bars, revision
         self._keep, self._left = keep, left
-        self._part = part
-        self._revision = revision
-        self._bars = bars
-        self._scratch: Scratch | None = None
+        self._scratch = Scratch(short_folder(), None if keep is None else left.folder if left is not None else "")
+        folder, lock, orphan_s = self._scratch.path, self._scratch.lock, config.supervision.orphan_timeout_s
+        begin = BeginDriver(
+            config=config.ray, folder=str(folder), lock=lock, orphan_s=orphan_s, was_up=left is not None, part=part
+        )
+        self._driver = DriverProcess(begin, config.supervision, came_up=self._keep_places, clean_up=self._end_ray)
+        here = None if config.ray.address else ThisMachine(folder, lock, self._exit_status, contact_s=orphan_s)
+        self._places = Places(self._driver, here, orphan_s)
+        self._launcher = RankLauncher(config, self._places, self._note_processes)
         self._announcer = LateAnnouncer()
-        self._channel: MessageChannel | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._reaper = Reaper(self._reaped)
-        self._views: dict[str, SupervisedWorker] = {}
+        self._control = WorkerCalls(Channels(config.peers))
+        self._supervisor = Supervisor(
+            launcher=self._launcher,
+            announcer=self._announcer,
+            control=self._control,
+            config=config.supervision,
+            first_incarnation=time.time_ns() // 1_000_000,
+            watch=self._show,
+        )
         self._living: dict[str, LivingWorker] = {}
-        self._have_served: set[str] = set()
-        self._statuses: dict[int, int] = {}  # of ranks that ended while there was no supervisor
-        self._steps: dict[str, Callable[[], None]] = {}
-        self._error: BatonError | None = None
-        self._away: tuple[str, float] | None = None  # why a lost worker may not be restarted, and since when
-        self._changed = Changed()
-        self._num_unanswered = 0
-        self._has_begun = False
-        self._drained = self._stopped = self._stopping = self._left_alone = False
-        self._num_resizes = 0
-        self._planned: int = 0  # the number of the latest Resize that the machines can hold
-        self._resized: dict[int, Resized] = {}
-        self._leaving: dict[str, WorkerPlan] = {}
-        self._is_planned = False
-        self._starts = StartTimes()
-        self.plans: Sequence[WorkerPlan] = ()
-        if left is not None:
-            self._is_planned, self.plans = True, left.plans
-            self._leaving = {plan.worker_id: plan for plan in left.leaving}
-            self._living = {living.worker_id: living for living in left.living}
-            self._announcer.addresses = {one.worker_id: one.info.address for one in left.living if one.info is not None}
-            self._have_served = set(left.have_served)
+        self._reaper = Reaper(self._reaped)
+        self._statuses: dict[int, int] = {}  # of ranks that have ended
+        self._starts_s: dict[str, float] = {}  # by worker, the latest last
+        self._device = left.plans[0].device if left is not None and left.plans else config.worker.device
+        self._tasks: list[asyncio.Task[None]] = []
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._left_alone = False
 
     async def prepare(self) -> None:
-        """Starts the supervisor, and with it Ray, in seconds. Raises Misconfigured, Unavailable."""
-        shared = None if self._keep is None else self._left.folder if self._left is not None else ""
-        self._scratch = Scratch(short_folder(), shared)
+        """Starts Ray, in seconds, and then workers. Raises Misconfigured, Unavailable."""
         adopt_orphans()
         if self._left is not None:
-            await asyncio.to_thread(self._end_ray, self._scratch.path)  # of the earlier process
-        self._tasks = [asyncio.create_task(self._keep_alive(), name="supervisor"), asyncio.create_task(self._tick())]
-        await self._until(lambda: self._is_planned)
+            await asyncio.to_thread(self._end_ray)  # of the earlier process
+        self._tasks = [asyncio.create_task(work) for work in (self._tick(), self._announce_trouble())]
+        self._begin_task(self._driver.run())
+        if self._left is not None:
+            self._adopt(self._left)
+            return
+        address = self._config.ray.address
+        started = self._bars.step(f"connecting to Ray at {address}" if address else "starting Ray")
+        try:
+            nodes = await self._or_over(self._driver.call("nodes", kind=tuple[NodeResources, ...]))
+        finally:
+            started()
+        self._begin_task(self._supervisor.run(self._first_plans(nodes)))
 
     async def start(self, announcer: ClusterAnnouncer) -> None:
         """From now on workers are announced."""
@@ -134,29 +132,16 @@ class Pools:
 
     async def ready(self) -> None:
         """Returns when every worker serves in its role; raises the BatonError of one that never will."""
-        await self._until(lambda: not self.waiting_for())
+        await self._or_over(self._supervisor.ready())
 
     async def wait(self) -> None:
         """Runs until `stop`; raises the BatonError of a worker that will never start."""
-        assert self._tasks, "prepare() comes first"
-        await asyncio.shield(self._tasks[0])
+        await asyncio.shield(self._over)
 
     @property
-    def trouble(self) -> str:
-        """Why a lost worker may not be restarted at present; "" if it would be."""
-        if self._away is None:
-            if self._num_unanswered <= DOUBT_UNANSWERED or self._channel is None:
-                return ""
-            silent_s = (self._num_unanswered - 1) * PING_S
-            return (
-                f"the supervisor has not answered for {silent_s:.0f} s: workers keep serving; a lost worker is not "
-                "restarted"
-            )
-        reason, since_s = self._away
-        kept = "a lost worker is started again where it was" if not self._config.ray.address else (
-            "a lost worker is not started again before it is back"
-        )  # fmt: skip
-        return f"{reason} (for {time.monotonic() - since_s:.0f} s): workers keep serving; {kept}"
+    def plans(self) -> Sequence[WorkerPlan]:
+        """The desired workers."""
+        return self._supervisor.plans
 
     async def begin(
         self,
@@ -168,36 +153,28 @@ class Pools:
     ) -> Awaitable[None]:
         """Makes these the desired numbers of workers, of the latest `revision` that was given, and `kept` of others;
         those in `flips` change their roles. Raises Misconfigured if the machines cannot hold them, and Unavailable
-        without a supervisor or Ray.
+        without Ray.
 
-        The result returns when that is reached, or a later call has replaced it, also by a later supervisor. It raises
-        the BatonError of a new worker that will never start."""
-        channel = self._channel
-        if channel is None or not self._is_planned:
-            raise Unavailable("there is no supervisor at present: try again later")
-        self._num_resizes = number = self._num_resizes + 1
+        The result returns when that is reached, or a later call has replaced it. It raises the BatonError of a new
+        worker that will never start."""
+        if not self._supervisor.runs:
+            raise Unavailable("no worker has been planned yet: try again later")
+        nodes = await self._driver.call("nodes", kind=tuple[NodeResources, ...], waits=False)
         to = self._revision if revision is None else revision
-        wanted = Resize(number=number, counts=dict(counts), flips=dict(flips or {}), revision=to, kept=dict(kept or {}))
-        channel.send(wanted)
-        await self._until(
-            lambda: self._planned >= number or number in self._resized or self._channel is not channel
+        before, config, others = self.plans, revised(self._config, to), dict(kept or {})
+        device = self._device = before[0].device if before else self._device  # also of workers after a sleep
+        pools, tp = config.pools.with_counts(counts), config.worker.tp
+        if not config.ray.address:
+            both = config.pools.with_counts({role: count + others.get(role, 0) for role, count in counts.items()})
+            check_fits(both, nodes, tp=tp, device=device)
+            if device == "cpu" and sum(both.counts().values()) > len(before):
+                check_cores(both, nodes, tp=tp)
+        plans = replan(
+            before, pools, nodes, tp=tp, device=device, pool_resources=config.ray.pool_resources,
+            span_nodes=config.ray.span_nodes, flips=flips, fleet=config.fleet, revision=to, others=others,
         )  # fmt: skip
-        if self._planned < number and number not in self._resized:
-            raise Unavailable("the supervisor was lost before it had planned the new size: try again later")
-        if self._planned < number and (error := self._resized.pop(number).error) is not None:
-            raise raised(error)
         self._revision = to
-        return self._reached(number, channel)
-
-    async def _reached(self, number: int, channel: MessageChannel) -> None:
-        def is_over() -> bool:
-            lost = self._channel is not channel
-            return number in self._resized or (lost and (self._num_resizes > number or not self.waiting_for()))
-
-        await self._until(is_over)
-        resized = self._resized.pop(number, None)
-        if resized is not None and resized.error is not None:
-            raise raised(resized.error)
+        return asyncio.ensure_future(self._supervisor.resize(plans))
 
     def roles(self) -> Mapping[str, WorkerRole]:
         """The desired workers' roles by id."""
@@ -205,272 +182,189 @@ class Pools:
 
     def serving(self) -> Mapping[str, WorkerRole]:
         """The present roles of the workers that serve, by id."""
-        return {view.worker_id: view.info.role for view in self._serving() if view.info is not None}
+        return {worker_id: info.role for worker_id, info in self._supervisor.serving().items()}
 
     def start_s(self) -> float:
         """The median seconds of the latest starts of workers; 0 before the first."""
-        return self._starts.median_s
+        return statistics.median(self._starts_s.values()) if self._starts_s else 0.0
 
     def waiting_for(self) -> Sequence[str]:
         """A phrase for each worker that keeps the desired state from being reached."""
-        serving = self.serving()
-        ending = {plan.worker_id: plan.role for plan in self._leaving.values()}
-        return missing(self.roles(), {**ending, **serving})
+        leaving = {plan.worker_id: plan.role for plan in self._supervisor.leaving}
+        return missing(self.roles(), {**leaving, **self.serving()})
 
     async def drain(self, grace_s: float) -> None:
         """Gives no worker new work. Returns when running requests have finished, or after `grace_s`."""
-        if self._channel is None or not self._views:
-            return
-        self._drained = False
-        self._channel.send(Drain(grace_s=grace_s))
+        infos = self._supervisor.serving().values()
         with suppress(TimeoutError):
-            async with asyncio.timeout(grace_s + 1.0):
-                await self._until(lambda: self._drained or self._channel is None)
+            async with asyncio.timeout(grace_s):
+                await asyncio.gather(*(self._control.drain(info.address) for info in infos))
 
     async def stop(self) -> None:
         """Ends the workers and Ray; if cancelled, it leaves that to `end`."""
-        self._stopping = True
-        if self._channel is not None:
-            self._channel.send(StopWorkers())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):
-                    await asyncio.wait(self._tasks[:1])
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self._supervisor.stop()
+                await self._driver.stop()
 
     async def leave(self) -> None:
-        """Ends the supervisor, and leaves the workers to the next process: `end` comes after it."""
-        self._stopping = self._left_alone = True
-        if self._channel is not None:
-            await self._channel.close()
-            await asyncio.wait(self._tasks[:1], timeout=STOP_S)
+        """Leaves the workers to the next process: `end` comes after it."""
+        self._left_alone, self._launcher.polite_s = True, None
+        self._announcer.end()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self._driver.leave()
 
     async def end(self) -> None:
         """Must run last: it leaves no process of this cluster on the machine, unless `leave` was called."""
-        self._stopping = True
+        if not self._left_alone:
+            self._launcher.polite_s = 0.0
+        stopping = asyncio.create_task(self._supervisor.stop())
+        await asyncio.sleep(0)  # nothing is started again from now on
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._scratch is not None and not self._left_alone:
-            self._living.clear()
-            self._record()
+        if not self._left_alone:
+            kill_users(self._scratch.path)
+        await asyncio.gather(stopping, *self._tasks, return_exceptions=True)
+        if not self._over.cancel() and not self._over.cancelled():
+            self._over.exception()  # has been raised where it was awaited, if it was
+        if not self._left_alone:
+            self._record(ended=True)
             kill_users(self._scratch.path)
             self._reaper.kill_strays(RAY_TITLE)
             self._reaper.close()
             self._scratch.remove()
-            self._scratch = None
-
-    # -- the supervisor ------------------------------------------------------------------------------------------------
-
-    async def _keep_alive(self) -> None:
-        num_failures = 0
-        while True:
-            begun_s = time.monotonic()
-            reason = await self._live()
-            if self._stopping:
-                return
-            if self._error is not None:
-                raise self._error
-            supervision = self._config.supervision
-            num_failures = 1 if time.monotonic() - begun_s > supervision.backoff_reset_s else num_failures + 1
-            if not self._is_planned and num_failures >= START_TRIES:
-                raise Unavailable(f"{reason}; tried {START_TRIES} times")
-            pause_s = min(MAX_PAUSE_S, delay_s(num_failures, supervision)) if num_failures > 1 else 0.0
-            what = "the supervisor is started again, and goes on with the workers that live"
-            if not self._is_planned:
-                what = f"this is tried again ({num_failures + 1} of {START_TRIES})"
-            log.warning("%s: %s%s", reason, what, f" in {pause_s:.2g} s" if pause_s else "")
-            await asyncio.sleep(pause_s)
-
-    async def _live(self) -> str:
-        """One life of the supervisor's process. Returns why it ended."""
-        assert self._scratch is not None
-        folder, stderr = self._scratch.path, self._scratch.path / "supervisor.err"
-        try:
-            process, ours = await spawn(PROGRAM, stderr)
-        except OSError as error:  # too little memory, or too many processes or open files at the moment
-            reason = f"the supervisor could not be started: {error}"
-            self._note_away(reason)
-            await self._announce_trouble()
-            return reason
-        channel = await MessageChannel.over(ours, SUPERVISOR_MESSAGES)
-        channel.send(
-            Begin(
-                config=self._config, folder=str(folder), lock=self._scratch.lock, plans=tuple(self.plans),
-                is_planned=self._is_planned, revision=self._revision,
-                leaving=tuple(self._leaving.values()), living=tuple(self._living.values()),
-                have_served=tuple(self._have_served), part=self._part,
-            )
-        )  # fmt: skip
-        for pid, status in self._statuses.items():
-            channel.send(ProcessEnded(pid=pid, status=status))
-        self._statuses.clear()
-        self._channel, self._num_unanswered, self._has_begun, before = channel, 0, False, self._away
-        try:
-            code = await live(process, self._follow(channel), self._watch_answers(channel))
-        finally:
-            self._channel = None
-            await channel.close()
-            self._changed.notify()
-        reason = self._lost(code, stderr, before)
-        await self._announce_trouble()
-        await asyncio.to_thread(self._end_ray, folder)
-        return reason
-
-    def _end_ray(self, folder: Path) -> None:
-        if not self._config.ray.address:
-            end_private_ray(folder)
-            self._reaper.kill_strays(RAY_TITLE)
-            shutil.rmtree(folder / OURS, ignore_errors=True)
-
-    def _lost(self, code: int, stderr: Path, before: tuple[str, float] | None) -> str:
-        """Records that there is no supervisor, and returns why."""
-        if self._away is not None and self._away is not before:
-            return self._away[0]  # the supervisor has sent the reason
-        how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        if self._num_unanswered >= MAX_UNANSWERED:
-            how = f"killed: it had not answered for {MAX_UNANSWERED * PING_S:g} s"
-        elif code not in (0, -9) and (lines := stderr.read_text(errors="replace").strip().splitlines()):
-            log.warning("the last lines of the supervisor's stderr:\n%s", "\n".join(lines[-MAX_SAID_LINES:]))
-        reason = f"the supervisor was {how}" if code < 0 else f"the supervisor {how}"
-        self._note_away(reason)
-        return reason
-
-    def _note_away(self, reason: str) -> None:
-        if self._is_planned and not self._stopping:
-            self._away = (reason, self._away[1] if self._away is not None else time.monotonic())
-
-    async def _watch_answers(self, channel: MessageChannel) -> None:
-        """Returns when the supervisor has started and then stopped answering pings: its event loop hangs."""
-        while self._num_unanswered < MAX_UNANSWERED:
-            await asyncio.sleep(PING_S)
-            if self._has_begun:
-                self._num_unanswered += 1
-                channel.send(Ping())
-
-    async def _follow(self, channel: MessageChannel) -> None:
-        while (message := await channel.receive()) is not None:
-            self._has_begun = True
-            try:
-                await self._handle(message)
-            except Exception:  # the supervisor would block on a full socket, seem to hang, and be killed
-                log.exception("a message of the supervisor could not be handled: %s", type(message).__name__)
-            self._record()
-            self._changed.notify()
-
-    def _record(self) -> None:
-        if self._keep is not None and self._scratch is not None:
-            config = self._config
-            self._keep(LivingFleet(
-                folder=self._scratch.path.name, ray_address=config.ray.address, peers=config.peers,
-                worker=config.worker,
-                plans=tuple(self.plans), leaving=tuple(self._leaving.values()),
-                living=tuple(self._living.values()), have_served=tuple(self._have_served),
-            ))  # fmt: skip
-
-    async def _handle(self, message: object) -> None:
-        match message:
-            case LogLine(name=name, level=level, message=line, fields=fields):
-                logging.getLogger(name).log(level, "%s", line, extra=fields)
-            case StartupStep(what=what, is_over=True):
-                self._steps.pop(what, lambda: None)()
-            case StartupStep(what=what):
-                if not self._is_planned:
-                    self._steps[what] = self._bars.step(what)
-            case Planned(plans=plans, number=number):
-                self._planned, self._is_planned = max(self._planned, number), True
-                known, desired = (*self._leaving.values(), *self.plans), {plan.worker_id for plan in plans}
-                there = self._views.keys() - desired
-                self.plans, self._leaving = plans, {one.worker_id: one for one in known if one.worker_id in there}
-            case WorkerRecorded(living=living):
-                self._living[living.worker_id] = living
-                for host, pid in zip(living.hosts, living.pids, strict=False):  # there are no ids yet, or all
-                    if not host:
-                        self._reaper.watch(pid)
-            case Viewed(view=view):
-                self._view(view)
-            case RayAway(reason=reason):
-                self._note_ray(reason)
-                await self._announce_trouble()
-            case ProcessFailed(error=error):
-                self._error = raised(error)
-            case Pong():
-                self._num_unanswered = 0
-            case Drained():
-                self._drained = True
-            case Resized(number=number):
-                self._resized[number] = message
-            case _:
-                await self._announce(message)
-
-    async def _announce(self, message: object) -> None:
-        match message:
-            case WorkerStarting(worker_id=worker_id, successor=successor):
-                await self._announcer.starting(worker_id, successor)
-            case WorkerJoined(worker_id=worker_id, address=address):
-                await self._announcer.announce(worker_id, address)
-            case WorkerLeft(worker_id=worker_id):
-                for known in (self._views, self._living, self._leaving):
-                    known.pop(worker_id, None)
-                self._have_served.discard(worker_id)
-                await self._announcer.withdraw(worker_id)
-            case WorkersStopped():
-                self._stopped = True
-
-    def _view(self, view: SupervisedWorker) -> None:
-        worker_id, living = view.worker_id, self._living.get(view.worker_id)
-        is_gone = view.life.state in (LifeState.WAITING, LifeState.FAILED_PERMANENTLY)
-        if living is not None and (is_gone or living.incarnation < view.incarnation):
-            del self._living[worker_id]
-        if view.life.state is LifeState.SERVING:
-            self._have_served.add(worker_id)
-        self._starts.note(view, time.monotonic())
-        known = self._views.get(worker_id)
-        self._views[worker_id] = view
-        if known is None or (known.life.state, known.incarnation, known.loaded) != (
-            view.life.state, view.incarnation, view.loaded,
-        ):  # fmt: skip
-            self._bars.show(view)
-
-    def _note_ray(self, reason: str) -> None:
-        if not self._is_planned:
-            self._away = (reason, time.monotonic()) if reason else None
-            return
-        if not reason and self._away is not None:
-            log.info("Ray is available, and every worker has its place in it")
-            self._away = None
-        elif reason and (self._away is None or self._away[0] != reason):
-            self._away = (reason, self._away[1] if self._away is not None else time.monotonic())
-            log.warning("%s", self.trouble)
-
-    def _reaped(self, pid: int, status: int) -> None:
-        if self._channel is not None:
-            self._channel.send(ProcessEnded(pid=pid, status=status))
-        else:
-            self._statuses[pid] = status
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, left: LivingFleet) -> None:
+        """Goes on with the workers of an earlier process."""
+        plans = {plan.worker_id: plan for plan in (*left.plans, *left.leaving)}
+        running = {worker_id: RunningWorker(has_served=True) for worker_id in left.have_served}
+        for living in left.living:
+            self._living[living.worker_id] = living
+            running[living.worker_id] = RunningWorker(
+                has_served=living.worker_id in left.have_served, incarnation=living.incarnation, info=living.info,
+                follow=partial(self._launcher.adopt, plans[living.worker_id], living),
+            )  # fmt: skip
+            if living.info is not None:
+                self._announcer.addresses[living.worker_id] = living.info.address
+        self._begin_task(self._supervisor.run(left.plans, running=running, leaving=left.leaving))
+
+    def _first_plans(self, nodes: tuple[NodeResources, ...]) -> tuple[WorkerPlan, ...]:
+        """Raises Misconfigured if the machines cannot hold them."""
+        config = revised(self._config, self._revision)
+        tp, device, is_private = config.worker.tp, config.worker.device, not config.ray.address
+        if is_private:
+            check_fits(config.pools, nodes, tp=tp, device=device)
+        plans = plan(
+            config.pools, nodes, tp=tp, device=device, pool_resources=config.ray.pool_resources,
+            span_nodes=config.ray.span_nodes, fleet=config.fleet, revision=self._revision,
+        )  # fmt: skip
+        if device == "auto" and any(node.gpus for node in nodes) and plans[0].device == "cpu":
+            there = joined(nodes) if config.ray.span_nodes else nodes
+            log.warning("running on CPUs: %s", why_not_gpus(config.pools, there, tp=tp))
+        if is_private and (shared := shared_cpus(plans, nodes)):
+            log.warning("%s", shared)
+        return plans
+
+    def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task whose end ends everything."""
+
+        def note(ended: asyncio.Task[None]) -> None:
+            if ended.cancelled() or self._over.done():
+                return
+            if (error := ended.exception()) is not None:
+                self._over.set_exception(error)
+            else:
+                self._over.set_result(None)
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(note)
+        self._tasks.append(task)
+
+    async def _or_over(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Raises the BatonError with which everything ended."""
+        working = asyncio.ensure_future(work)
+        try:
+            both: list[asyncio.Future[Any]] = [working, self._over]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                self._over.result()
+                raise Unavailable("the workers are being stopped")
+            return working.result()
+        finally:
+            working.cancel()
+
+    async def _keep_places(self) -> None:
+        await self._places.keep((*self._supervisor.plans, *self._supervisor.leaving))
+
+    def _end_ray(self) -> None:
+        if not self._config.ray.address:
+            end_private_ray(self._scratch.path)
+            self._reaper.kill_strays(RAY_TITLE)
+            shutil.rmtree(self._scratch.path / OURS, ignore_errors=True)
+
+    # -- what is known of the workers ----------------------------------------------------------------------------------
+
+    def _note_processes(self, living: LivingWorker) -> None:
+        self._living[living.worker_id] = living
+        for host, pid in zip(living.hosts, living.pids, strict=False):  # there are no ids yet, or all
+            if not host:
+                self._reaper.watch(pid)
+        self._record()
+
+    def _show(self, view: SupervisedWorker) -> None:
+        living = self._living.get(view.worker_id)
+        if living is not None:
+            is_gone = view.life.state in (LifeState.WAITING, LifeState.FAILED_PERMANENTLY)
+            if is_gone or living.incarnation < view.incarnation:
+                del self._living[view.worker_id]
+            elif living.info != view.info:
+                self._living[view.worker_id] = replace(living, info=view.info)
+        if view.life.start_s:
+            self._starts_s.pop(view.worker_id, None)
+            self._starts_s[view.worker_id] = view.life.start_s
+            if len(self._starts_s) > NUM_STARTS:
+                del self._starts_s[next(iter(self._starts_s))]
+        self._bars.show(view)
+        self._record()
+
+    def _record(self, *, ended: bool = False) -> None:
+        if self._keep is None or not self._supervisor.runs:
+            return
+        config, views = self._config, self._supervisor.views
+        self._keep(LivingFleet(
+            folder=self._scratch.path.name, ray_address=config.ray.address, peers=config.peers,
+            worker=config.worker,
+            plans=self._supervisor.plans, leaving=self._supervisor.leaving,
+            living=() if ended else tuple(living for name, living in self._living.items() if name in views),
+            have_served=tuple(name for name, view in views.items() if view.life.has_served),
+        ))  # fmt: skip
+
+    def _reaped(self, pid: int, status: int) -> None:
+        self._statuses[pid] = status
+        if len(self._statuses) > MAX_ENDED:
+            del self._statuses[next(iter(self._statuses))]  # the oldest
+
+    def _exit_status(self, pid: int) -> int | None:
+        return self._statuses.pop(pid, None)
 
     async def _tick(self) -> None:
         while True:
             try:
                 self._reaper.reap_strays()
                 self._record()  # again, for a Redis that has lost it
-                await self._announce_trouble()
             except Exception:  # the next iteration tries again
-                log.exception("ended processes could not be reaped, or what is wrong could not be announced")
+                log.exception("ended processes could not be reaped")
             await asyncio.sleep(TICK_S)
 
     async def _announce_trouble(self) -> None:
-        await self._announcer.set_degraded(self.trouble if self._is_planned else "")
-
-    def _serving(self) -> list[SupervisedWorker]:
-        return [view for view in self._views.values() if view.life.state is LifeState.SERVING]
-
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        """Raises the BatonError with which everything ended."""
-        while not holds():
-            turn = asyncio.ensure_future(self._changed.wait())
-            await asyncio.wait([turn, self._tasks[0]], return_when=asyncio.FIRST_COMPLETED)
-            turn.cancel()
-            if self._tasks[0].done():
-                self._tasks[0].result()
-                return
+        while True:
+            changed = asyncio.ensure_future(self._driver.changed.wait())
+            try:
+                await self._announcer.set_degraded(self._driver.trouble)
+            except Exception:  # the next iteration tries again
+                log.exception("what is wrong could not be announced")
+            await asyncio.wait([changed], timeout=TICK_S)
+            changed.cancel()

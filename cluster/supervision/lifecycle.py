@@ -27,7 +27,7 @@ class LifeState(StrEnum):
 class Life:
     """The state of a worker since `since_s`. `num_failures` counts failures in a row; `due_s`: when to start it again.
 
-    `has_served`: an incarnation has been ready once, so its settings work.
+    `has_served`: an incarnation has been ready once, so its settings work. `start_s`: how long the latest start took.
     """
 
     state: LifeState = LifeState.STARTING
@@ -36,6 +36,7 @@ class Life:
     due_s: float = 0.0
     reason: str = ""
     has_served: bool = False
+    start_s: float = 0.0
 
 
 def initial(now: float, *, has_served: bool = False) -> Life:
@@ -44,7 +45,7 @@ def initial(now: float, *, has_served: bool = False) -> Life:
 
 def opened(life: Life, now: float) -> Life:
     assert life.state is LifeState.STARTING, life.state
-    return replace(life, state=LifeState.SERVING, since_s=now, reason="", has_served=True)
+    return replace(life, state=LifeState.SERVING, since_s=now, reason="", has_served=True, start_s=now - life.since_s)
 
 
 def drained(life: Life, now: float) -> Life:

@@ -109,38 +109,37 @@ class WorkerSlot:
         return {"worker": self.plan.worker_id}
 
 
+async def _ended(over: asyncio.Future[None]) -> None:
+    await asyncio.shield(over)
+
+
 class Supervisor:
     """Owns the desired state: one plan for each worker. Lives on one event loop.
 
-    `first_incarnation` must be greater than all earlier ones; the time in seconds is. `running` workers need no launch
-    at first; those of `leaving`, which an earlier supervisor was about to end, are drained and ended. `watch` is called
-    with every change of a worker.
+    `first_incarnation` must be greater than all earlier ones; the time in seconds is. `watch` is called with every
+    change of a worker.
     """
 
     def __init__(
         self,
-        plans: Sequence[WorkerPlan],
         *,
         launcher: Launcher,
         announcer: Announcer,
         control: WorkerControl,
         config: SupervisionConfig,
         first_incarnation: int,
-        running: Mapping[str, RunningWorker] | None = None,
-        leaving: Sequence[WorkerPlan] = (),
         watch: Callable[[SupervisedWorker], None] = lambda view: None,
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._desired = {plan.worker_id: plan for plan in plans}
-        self._initial = frozenset(self._desired)
+        self._desired: dict[str, WorkerPlan] = {}
+        self._initial: frozenset[str] = frozenset()
         self._launcher = launcher
         self._announcer = announcer
         self._control = control
         self._config = config
         self._incarnation = first_incarnation
-        self._running = dict(running or {})
-        self._leaving = leaving
+        self._running: dict[str, RunningWorker] = {}
         self._watch = watch
         self._clock = clock or asyncio.get_running_loop().time
         self._sleep = sleep
@@ -155,17 +154,31 @@ class Supervisor:
         return {worker_id: slot.view for worker_id, slot in self._workers.items()}
 
     @property
+    def runs(self) -> bool:
+        return self._over is not None
+
+    @property
     def plans(self) -> tuple[WorkerPlan, ...]:
         """The desired state."""
         return tuple(self._desired.values())
 
-    async def run(self) -> None:
-        """Runs until `stop`; raises the BatonError of a worker that will never start."""
+    def run(
+        self,
+        plans: Sequence[WorkerPlan],
+        *,
+        running: Mapping[str, RunningWorker] | None = None,
+        leaving: Sequence[WorkerPlan] = (),
+    ) -> Coroutine[Any, Any, None]:
+        """Begins at once. The result runs until `stop`, and raises the BatonError of a worker that will never start.
+        `running` workers need no launch at first; those of `leaving`, which an earlier supervisor was about to end, are
+        drained and ended."""
+        self._desired = {plan.worker_id: plan for plan in plans}
+        self._initial, self._running = frozenset(self._desired), dict(running or {})
         self._over = asyncio.get_running_loop().create_future()
-        for plan in self._leaving:
+        for plan in leaving:
             self._keep(plan)
         self._reconcile()
-        await asyncio.shield(self._over)
+        return _ended(self._over)
 
     async def ready(self) -> None:
         """Returns when exactly the workers of the desired state serve, in their roles."""

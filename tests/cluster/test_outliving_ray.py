@@ -1,4 +1,4 @@
-"""Ray's processes, the supervisor, gateway processes and workers are killed, or stand still, under seeded requests: no
+"""Ray's processes, its driver, gateway processes and workers are killed, or stand still, under seeded requests: no
 answer changes, none lacks its end, and the cluster heals by itself without a restart of the workers that live.
 
 A few kills in every test run; `BATON_RAY_KILLS=100 make test ARGS="-s tests/cluster/test_outliving_ray.py"` makes 100,
@@ -35,14 +35,14 @@ WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 PROCESSES = {
     "gcs": "gcs_server ",
     "raylet": "raylet/raylet ",
-    "supervisor": "cluster.ray.supervisor_process",
+    "driver": "cluster.ray.driver ",
     "daemon": "DashboardAgent|RuntimeEnvAgent",
     "gateway": "cluster.gateway.replica ",
 }
 FROZEN = "frozen "
-KINDS = (*PROCESSES, "worker", *(f"{FROZEN}{kind}" for kind in ("gcs", "raylet", "supervisor")))
+KINDS = (*PROCESSES, "worker", *(f"{FROZEN}{kind}" for kind in ("gcs", "raylet", "driver")))
 """SIGKILL of one process of a kind, or SIGSTOP."""
-FIRST = (("gcs", "worker"), ("supervisor", "gateway"))
+FIRST = (("gcs", "worker"), ("driver", "gateway"))
 """The first rounds kill these, one right after the other; later ones up to three of KINDS, with pauses."""
 MAX_PAUSE_S = 4.0
 
@@ -173,7 +173,7 @@ def test_a_worker_that_is_killed_after_all_that_is_started_again(four: Deployed)
 
 
 def test_a_killed_cluster_leaves_nothing(last_four: Deployed) -> None:
-    """Workers, supervisor and Ray end with the process that has started it all."""
+    """Workers and Ray end with the process that has started it all."""
     os.kill(last_four.process.pid, signal.SIGKILL)
     last_four.wait_until(lambda: last_four.processes() == {}, timeout_s=HEALED_S)
 

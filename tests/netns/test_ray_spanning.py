@@ -70,9 +70,9 @@ def test_ranks_on_two_nodes_answer_as_one_rank_does(spanning: RayHosts) -> None:
     assert text(gateway) == undisturbed
 
     served = pids(gateway)
-    [supervisor] = [pid for pid, line in spanning.pools.processes().items() if "supervisor_process" in line]
-    os.kill(supervisor, signal.SIGKILL)
-    spanning.pools.wait_for("goes on with the workers that live")
+    [driver] = [pid for pid, line in spanning.pools.processes().items() if "cluster.ray.driver " in line]
+    os.kill(driver, signal.SIGKILL)
+    spanning.pools.wait_for("Ray is started again")
     gateway.wait_until(lambda: bool(gateway.status()["degraded"]))
     gateway.wait_until(lambda: not gateway.status()["degraded"], timeout_s=START_S)
     assert (pids(gateway), text(gateway)) == (served, undisturbed)

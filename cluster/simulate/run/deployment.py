@@ -143,14 +143,13 @@ class SimulatedDeployment:
         for _ in range(config.num_gateways):
             await self._open_gateway().start()
         self._supervisor = Supervisor(
-            self.plans,
             launcher=self,
             announcer=self,
             control=_Calls(self),
             config=config.supervision,
             first_incarnation=0,
         )
-        self._supervising = asyncio.create_task(self._supervisor.run(), name="supervisor")
+        self._supervising = asyncio.create_task(self._supervisor.run(self.plans), name="supervisor")
         await self._supervisor.ready()
         for gateway in self.gateways:
             while len(gateway.fleet.candidates(NO_MATCH, 1)) < len(self.plans):

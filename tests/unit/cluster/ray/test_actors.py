@@ -18,25 +18,22 @@ from cluster.ray import actors
 from cluster.ray.actors import NodeActor, RayNodes
 from cluster.ray.ray_session import Machines
 from cluster.supervision.rank_starter import ended, kill_process
-from protos.errors import WorkerLost
+from protos.errors import Unavailable
 from protos.values import ErrorInfo
 
 
 @pytest.mark.parametrize("nodes", [[], ConnectionError("the GCS is away")])
-async def test_a_machine_that_stays_away_is_given_up(
+async def test_a_machine_that_ray_does_not_have_is_unavailable(
     nodes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its worker stayed "starting" for ever."""
-
     async def call(self: Machines, work: object) -> Any:
         if isinstance(nodes, Exception):
             raise nodes
         return nodes
 
     monkeypatch.setattr(Machines, "call", call)
-    monkeypatch.setattr(actors, "CONTACT_S", 0.0)
-    with pytest.raises(WorkerLost, match=r"Ray has not had the machine n1 for 0.01 s"):
-        await RayNodes(Machines(RayConfig(), tmp_path), "run", 0.01).at("n1")
+    with pytest.raises(Unavailable):
+        await RayNodes(Machines(RayConfig(), tmp_path), "run", 0.01).call("n1", "news", "d0.1.0")
 
 
 ACTOR = """

@@ -1,128 +1,96 @@
-"""GPUs of workers that outlived Ray: the next Ray gives whichever it likes, and is asked until it gives theirs."""
+"""The places of workers, while Ray comes and goes."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cluster.config.cluster_config import RayConfig
-from cluster.ray import places
-from cluster.ray.places import RayShares
-from cluster.ray.ray_session import Machines
+from cluster.ray.hosts import TakenShare
+from cluster.ray.places import Places
+from cluster.supervision.living import LivingWorker
 from cluster.supervision.worker_placement import WorkerPlan
+from protos.errors import Unavailable
 from protos.values import WorkerRole
 
-
-class Gpus:
-    """Ray's GPUs; a group takes the first that is free."""
-
-    def __init__(self, count: int) -> None:
-        self.free = [str(number) for number in range(count)]
-        self.taken: dict[int, str] = {}
-        self.pinned = {"node:n1"}
-
-    def take(self) -> int:
-        group = len(self.taken) + 100
-        self.taken[group] = self.free.pop(0) if self.free else ""
-        return group
+PLAN = WorkerPlan(
+    worker_id="decode-0", role=WorkerRole.DECODE, device="cuda", num_ranks=1, cpus_per_rank=1.0, gpus_per_rank=1,
+    num_threads=1,
+)  # fmt: skip
+OTHER = WorkerPlan(
+    worker_id="decode-1", role=WorkerRole.DECODE, device="cuda", num_ranks=1, cpus_per_rank=1.0, gpus_per_rank=1,
+    num_threads=1,
+)  # fmt: skip
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
-    """Four of them."""
-    has = Gpus(4)
+class Driver:
+    """Answers calls with what the test has prepared for their method."""
 
-    async def group(self: RayShares, bundles: list[dict[str, float]], name: str) -> int:
-        assert [bundle["GPU"] for bundle in bundles] == [1.0]
-        assert [bundle[name] for bundle in bundles for name in bundle.keys() & has.pinned] == [places.PINNED]
-        return has.take()
+    fault = ""
+    is_up = True
 
-    async def ready_now(group: int) -> bool:
-        return bool(has.taken[group])
+    def __init__(self, **answers: list[Any]) -> None:
+        self._answers = answers
+        self.calls: list[tuple[object, ...]] = []
 
-    async def devices(group: int, bundles: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
-        return (has.taken[group],)
-
-    async def remove(self: RayShares, groups: Sequence[int]) -> None:
-        has.free = sorted([*has.free, *(has.taken[group] for group in groups if has.taken[group])])
-
-    monkeypatch.setattr(RayShares, "_group", group)
-    monkeypatch.setattr(RayShares, "_remove", remove)
-    monkeypatch.setattr(places, "_ready_now", ready_now)
-    monkeypatch.setattr(places, "_devices", devices)
-    return has
+    async def call(self, method: str, *arguments: object, kind: object) -> Any:
+        self.calls.append((method, *arguments))
+        answer = self._answers[method].pop(0) if self._answers.get(method) else None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
-def of(num_ranks: int) -> WorkerPlan:
-    return WorkerPlan(
-        worker_id=f"decode-{num_ranks}", role=WorkerRole.DECODE, device="cuda", num_ranks=num_ranks, cpus_per_rank=1.0,
-        gpus_per_rank=1, num_threads=1,
-    )  # fmt: skip
+def living(address: str) -> LivingWorker:
+    return LivingWorker(
+        worker_id="decode-0", incarnation=7, hosts=(address,), devices=("3",), names=("decode-0.7.0",), pids=(9,)
+    )
 
 
-@pytest.fixture
-def shares(tmp_path: Path) -> RayShares:
-    return RayShares(Machines(RayConfig(), tmp_path))
+async def test_a_worker_keeps_its_place_on_this_machine_over_its_restarts() -> None:
+    driver: Any = Driver(take=[TakenShare(devices=("3",))])
+    here: Any = object()
+    places = Places(driver, here, 60.0)
+    first = await places.take(PLAN)
+    await places.give_back(PLAN)
+    assert await places.take(PLAN) == first
+    assert (first.hosts, first.devices) == ((here,), ("3",))
+    assert [call[0] for call in driver.calls] == ["take"]
+    await places.release("decode-0")
+    assert driver.calls[-1] == ("give_back", "decode-0")
 
 
-async def test_each_rank_gets_the_gpu_that_it_has(gpus: Gpus, shares: RayShares) -> None:
-    assert await shares.take_devices(of(2), ("2", "0"), ("n1",) * 2)
-    assert gpus.free == ["1", "3"], "what others may use is free again"
-    assert await shares.take_devices(of(1), ("3",), ("n1",))
-    assert gpus.free == ["1"]
-    await shares.give_back("decode-2")
-    assert gpus.free == ["0", "1", "2"]
+async def test_the_next_ray_is_asked_for_a_place_when_one_is_lost() -> None:
+    class Lost(Driver):
+        async def call(self, method: str, *arguments: object, kind: object) -> Any:
+            self.is_up = len(self.calls) > 0
+            return await super().call(method, *arguments, kind=kind)
+
+    driver: Any = Lost(take=[Unavailable("Ray was lost"), TakenShare(devices=("3",), hosts=("n1",))])
+    place = await Places(driver, None, 60.0).take(PLAN)
+    assert [host.address for host in place.hosts] == ["n1"]
 
 
-async def test_ranks_on_two_machines_have_gpus_of_one_name(gpus: Gpus, shares: RayShares) -> None:
-    """Each machine counts its GPUs from 0."""
-    gpus.pinned, gpus.free = {"node:n1", "node:n2"}, ["0", "0", "1"]
-    assert await shares.take_devices(of(2), ("0", "0"), ("n1", "n2"))
-    assert gpus.free == ["1"]
+async def test_a_node_is_left_when_no_worker_is_on_it_any_more() -> None:
+    """With an actor on it Ray's autoscaler would keep it."""
+    driver: Any = Driver(take=[TakenShare(devices=("0",), hosts=("n1",)), TakenShare(devices=("1",), hosts=("n1",))])
+    places = Places(driver, None, 60.0)
+    await places.take(PLAN)
+    await places.take(OTHER)
+    await places.release("decode-0")
+    assert ("leave", "n1") not in driver.calls
+    await places.release("decode-1")
+    assert ("leave", "n1") in driver.calls
 
 
-async def test_a_gpu_that_others_have_taken_is_said_to_be_missing(gpus: Gpus, shares: RayShares) -> None:
-    gpus.free.remove("3")
-    assert not await shares.take_devices(of(1), ("3",), ("n1",))
-    assert gpus.free == ["0", "1", "2"]
-
-
-async def test_a_worker_serves_on_where_ray_fails_to_set_its_gpus_aside(
-    gpus: Gpus, shares: RayShares, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("answer", [False, Unavailable("no such group")])
+async def test_a_worker_serves_on_where_ray_cannot_reserve_what_it_has(
+    answer: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others' were not set aside, and no line said so."""
-
-    async def devices(group: int, bundles: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
-        raise ValueError("no such group")
-
-    monkeypatch.setattr(places, "_devices", devices)
-    await places._keep(shares, of(1), ("3",), ("n1",))
-    assert "worker decode-1: Ray could not reserve what it has (GPUs: 3)" in caplog.text
-    assert gpus.free == ["0", "1", "2", "3"]
-
-
-async def test_nodes_are_let_report_where_a_worker_on_several_waits_long(
-    shares: RayShares, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ray's head counted as used what was free since a node was lost: the worker waited for ever."""
-    reported = asyncio.Event()
-
-    async def group(self: RayShares, bundles: list[dict[str, float]], name: str, strategy: str) -> int:
-        return 1
-
-    async def ready(group: int) -> None:
-        await reported.wait()
-
-    async def let_report(self: RayShares) -> None:
-        reported.set()
-
-    monkeypatch.setattr(RayShares, "_group", group)
-    monkeypatch.setattr(places, "_ready", ready)
-    monkeypatch.setattr(places, "REPORT_S", 0.01)
-    monkeypatch.setattr(RayShares, "_let_nodes_report", let_report)
-    async with asyncio.timeout(60):
-        assert await shares.take(replace(of(2), gpus_per_rank=0, spans_nodes=True)) == ()
+    driver: Any = Driver(keep=[answer, True])
+    places = Places(driver, None, 60.0)
+    await places.retake(PLAN, living("n1"))
+    await places.keep((PLAN, OTHER))
+    assert ("keep", PLAN, TakenShare(devices=("3",), hosts=("n1",))) in driver.calls
+    assert "worker decode-0: Ray could not reserve what it has (GPUs: 3)" in caplog.text

@@ -96,7 +96,7 @@ from cluster.process.scratch_dir import Scratch
 
 def init(_temp_dir, **_):
     session = Path(_temp_dir) / "session_2026-11-23_01-49-16_799730_4194304"  # the largest pid_max of proc(5)
-    around = ray_session.parent.parent
+    around = session.parent.parent
     print(len(str(session / "sockets" / "plasma_store")), around.name[:6], oct(os.stat(around).st_mode))
 
 async def main():

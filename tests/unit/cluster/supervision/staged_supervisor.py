@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from cluster.config.cluster_config import PoolsConfig, SupervisionConfig
 from cluster.supervision.rank import Ended, Event, Loading, Serving
@@ -15,7 +16,7 @@ from router.fleet.successors import Successor
 
 PLANS = plan(PoolsConfig(), (NodeResources(cpus=2.0),), tp=1, device="cpu")
 LARGER = replan(PLANS, PoolsConfig(decode=2), (NodeResources(cpus=2.0),), tp=1)
-ROLES = {worker.worker_id: worker.role for worker in LARGER}
+ROLES = {one.worker_id: one.role for one in LARGER}
 FLIPPED = replan(LARGER, PoolsConfig(prefill=2), (NodeResources(cpus=2.0),), tp=1, flips={"decode-1": PLANS[0].role})
 LAYOUT = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
@@ -93,7 +94,7 @@ class Stage:
         await self._apply("close")
 
     async def check_health(self, address: str) -> None:
-        """The test decides the health; nobody looks unless it does."""
+        """The test says what it finds; when it says nothing, nobody looks."""
         if (error := await self.beats.get()) is not None:
             raise error
 
@@ -133,25 +134,29 @@ class Stage:
             self.turn.notify_all()
 
 
-async def start(stage: Stage, supervisor: Supervisor) -> asyncio.Task[None]:
-    running = asyncio.create_task(supervisor.run())
+async def start(stage: Stage, supervisor: Supervisor, **left: Any) -> asyncio.Task[None]:
+    running = asyncio.create_task(supervisor.run(PLANS, **left))
     await stage.until("launch prefill-0")
     await stage.until("launch decode-0")
     return running
 
 
-def adopting(stage: Stage, life: Life, *, serves: bool) -> Supervisor:
-    """A supervisor that adopts decode-0, which an earlier supervisor launched."""
+def adopted(life: Life, *, serves: bool) -> dict[str, RunningWorker]:
+    """decode-0, which an earlier supervisor has launched."""
     life.serve("h:5")
     info = WorkerInfo(
         worker_id="decode-0", incarnation=7, role=PLANS[1].role, model="m", address="h:5", layout=LAYOUT,
         lane=LaneAddress(worker_id="decode-0", incarnation=7, host="h", port=1), max_model_len=32, vocab_size=32,
     )  # fmt: skip
-    running = RunningWorker(has_served=serves, incarnation=7, info=info if serves else None, follow=life.events)
+    return {"decode-0": RunningWorker(
+        has_served=serves, incarnation=7, info=info if serves else None, follow=life.events
+    )}  # fmt: skip
+
+
+def supervisor_of(stage: Stage, config: SupervisionConfig | None = None) -> Supervisor:
     return Supervisor(
-        PLANS, launcher=stage, announcer=stage, control=stage, config=SupervisionConfig(),
-        first_incarnation=100, running={"decode-0": running}, watch=stage.shown.append,
-        clock=lambda: 0.0, sleep=stage.sleep,
+        launcher=stage, announcer=stage, control=stage, config=config or SupervisionConfig(), first_incarnation=100,
+        watch=stage.shown.append, clock=lambda: 0.0, sleep=stage.sleep,
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config.cluster_config import SupervisionConfig
 from cluster.supervision.supervisor import RunningWorker, Supervisor
 from protos.errors import BadCheckpoint, WorkerLost
 from protos.values import LaneAddress, WorkerInfo, WorkerRole
@@ -20,10 +19,11 @@ from tests.unit.cluster.supervision.staged_supervisor import (
     ROLES,
     Life,
     Stage,
-    adopting,
+    adopted,
     grown,
     serving,
     start,
+    supervisor_of,
 )
 
 
@@ -110,12 +110,9 @@ async def test_the_next_supervisor_ends_what_the_one_before_was_about_to_end(sta
         worker_id="decode-1", incarnation=7, role=PLANS[1].role, model="m", address="h:5", layout=LAYOUT,
         lane=LaneAddress(worker_id="decode-1", incarnation=7, host="h", port=1), max_model_len=32, vocab_size=32,
     )  # fmt: skip
-    supervisor = Supervisor(
-        PLANS, launcher=stage, announcer=stage, control=stage, config=SupervisionConfig(),
-        first_incarnation=100, leaving=LARGER[-1:], clock=lambda: 0.0, sleep=stage.sleep,
-        running={"decode-1": RunningWorker(has_served=True, incarnation=7, info=info, follow=life.events)},
-    )  # fmt: skip
-    task = await start(stage, supervisor)
+    supervisor = supervisor_of(stage)
+    running = {"decode-1": RunningWorker(has_served=True, incarnation=7, info=info, follow=life.events)}
+    task = await start(stage, supervisor, leaving=LARGER[-1:], running=running)
     stage.lives["prefill-0"][0].serve("prefill-0:1")
     await stage.until("drain h:5")
     stage.drained.set()
@@ -201,10 +198,9 @@ async def test_a_worker_that_dies_while_it_changes_starts_in_its_new_role(stage:
 
 async def test_an_adopted_worker_gets_the_role_that_its_last_supervisor_was_about_to_give_it(stage: Stage) -> None:
     life = Life("decode-0", 7)
-    supervisor = adopting(stage, life, serves=True)
+    supervisor = supervisor_of(stage)
     desired = [replace(PLANS[0], role=WorkerRole.DECODE), replace(PLANS[1], role=WorkerRole.PREFILL)]
-    supervisor._desired = {plan.worker_id: plan for plan in desired}
-    task = asyncio.create_task(supervisor.run())
+    task = asyncio.create_task(supervisor.run(desired, running=adopted(life, serves=True)))
     await stage.until("launch prefill-0")
     stage.lives["prefill-0"][0].serve("prefill-0:1")
     await stage.until("h:5 becomes prefill")

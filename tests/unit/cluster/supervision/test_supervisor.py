@@ -17,8 +17,9 @@ from tests.unit.cluster.supervision.staged_supervisor import (
     PLANS,
     Life,
     Stage,
-    adopting,
+    adopted,
     start,
+    supervisor_of,
 )
 
 
@@ -148,8 +149,8 @@ async def test_a_terminal_is_shown_every_step(stage: Stage, supervisor: Supervis
 @pytest.mark.parametrize("serves", [True, False], ids=["that serves", "that loads"])
 async def test_a_worker_that_runs_is_followed_and_not_launched(stage: Stage, serves: bool) -> None:
     life = Life("decode-0", 7)
-    supervisor = adopting(stage, life, serves=serves)
-    task = asyncio.create_task(supervisor.run())
+    supervisor = supervisor_of(stage)
+    task = asyncio.create_task(supervisor.run(PLANS, running=adopted(life, serves=serves)))
     await stage.until("announce decode-0 h:5")
     await stage.until("launch prefill-0")
     assert stage.lives["decode-0"] == []
@@ -170,9 +171,9 @@ async def test_an_adopted_worker_is_asked_for_its_health_before_its_stream_says_
         yield Ended()
 
     life = Life("decode-0", 7)
-    supervisor = adopting(stage, life, serves=True)
-    supervisor._running = {"decode-0": replace(supervisor._running["decode-0"], follow=silent)}
-    task = asyncio.create_task(supervisor.run())
+    supervisor = supervisor_of(stage)
+    running = {"decode-0": replace(adopted(life, serves=True)["decode-0"], follow=silent)}
+    task = asyncio.create_task(supervisor.run(PLANS, running=running))
     for _ in range(SupervisionConfig().max_failed_checks):
         stage.beats.put_nowait(WorkerLost("no answer"))
     await stage.until("launch decode-0")
@@ -181,12 +182,8 @@ async def test_an_adopted_worker_is_asked_for_its_health_before_its_stream_says_
 
 
 async def test_settings_that_once_served_are_not_given_up_by_the_next_supervisor(stage: Stage) -> None:
-    supervisor = Supervisor(
-        PLANS, launcher=stage, announcer=stage, control=stage, config=SupervisionConfig(),
-        first_incarnation=100, running={"decode-0": RunningWorker(has_served=True)},
-        clock=lambda: 0.0, sleep=stage.sleep,
-    )  # fmt: skip
-    task = await start(stage, supervisor)
+    supervisor = supervisor_of(stage)
+    task = await start(stage, supervisor, running={"decode-0": RunningWorker(has_served=True)})
     stage.lives["decode-0"][0].die(BadCheckpoint("the disk is away"))
     await stage.launched("decode-0", times=2)
     await supervisor.stop()

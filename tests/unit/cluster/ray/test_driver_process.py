@@ -1,0 +1,149 @@
+"""The parent of the process with Ray's library: what it makes of one that ends. A small program stands in for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.config.cluster_config import RayConfig, SupervisionConfig
+from cluster.ray import driver_process
+from cluster.ray.driver_messages import BeginDriver
+from cluster.ray.driver_process import DriverProcess
+from protos.errors import Unavailable
+
+BEGINNING = """
+import asyncio, os, signal, socket, sys
+from cluster.process.channel import MessageChannel, Ping, Pong
+from cluster.ray.driver_messages import DRIVER_MESSAGES, LogLine, RayAnswer, RayAway, RayCall, RayUp
+
+async def main():
+    channel = await MessageChannel.over(socket.socket(fileno=int(sys.argv[1])), DRIVER_MESSAGES)
+    begin = await channel.receive()
+"""
+END = "\nasyncio.run(main())\n"
+NEVER_UP = f"""{BEGINNING}
+    channel.send(RayAway(reason="Ray did not start: timed out"))
+    await channel.close()
+    os._exit(75)
+{END}"""
+# Ends at the first call; the next one says that there was a Ray before, and answers.
+ONCE = f"""{BEGINNING}
+    channel.send(RayUp())
+    call = await channel.receive()
+    if not begin.was_up:
+        os.kill(os.getpid(), signal.SIGKILL)
+    channel.send(LogLine(name="baton.test", level=30, message="again", fields=dict(worker="decode-0")))
+    channel.send(RayAnswer(number=call.number, value=["3"]))
+    await channel.receive()
+{END}"""
+# Answers a ping only when the parent has sent it twenty.
+DEAF = f"""{BEGINNING}
+    channel.send(RayUp())
+    num_pings = 0
+    while (message := await channel.receive()) is not None:
+        num_pings += isinstance(message, Ping)
+        if num_pings > 20:
+            channel.send(Pong())
+{END}"""
+
+
+class Parent:
+    """A driver's parent, and every trouble that it has shown."""
+
+    def __init__(self, folder: Path) -> None:
+        self.num_up = self.num_ended = 0
+        begin = BeginDriver(config=RayConfig(), folder=str(folder), lock="", orphan_s=1.0)
+        self.driver = DriverProcess(begin, SupervisionConfig(), came_up=self._came_up, clean_up=self._clean_up)
+        self.running: asyncio.Task[None] | None = None
+
+    async def _came_up(self) -> None:
+        self.num_up += 1
+
+    def _clean_up(self) -> None:
+        self.num_ended += 1
+
+    def start(self) -> None:
+        self.running = asyncio.create_task(self.driver.run())
+
+    async def until(self, holds: Callable[[str], bool]) -> str:
+        async with asyncio.timeout(60):
+            while not holds(trouble := self.driver.trouble):
+                await asyncio.wait([asyncio.ensure_future(self.driver.changed.wait())], timeout=0.01)
+        return trouble
+
+
+@pytest.fixture
+async def parent(tmp_path: Path) -> AsyncIterator[Parent]:
+    made = Parent(tmp_path)
+    yield made
+    if made.running is not None:
+        made.running.cancel()
+        await asyncio.gather(made.running, return_exceptions=True)
+
+
+async def test_a_ray_that_does_not_start_is_tried_three_times(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(driver_process, "PROGRAM", NEVER_UP)
+    with pytest.raises(Unavailable, match="Ray did not start: timed out; tried 3 times"):
+        await parent.driver.run()
+    tries = [line for line in caplog.messages if "tried again" in line]
+    assert [line.partition("(")[2][:6] for line in tries] == ["2 of 3", "3 of 3"]
+    assert parent.num_ended == 3
+
+
+async def test_a_call_fails_with_its_driver_and_the_next_driver_answers(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(driver_process, "PROGRAM", ONCE)
+    with pytest.raises(Unavailable):
+        await parent.driver.call("take", kind=tuple[str, ...], waits=False)
+    parent.start()
+    with pytest.raises(Unavailable):
+        await parent.driver.call("take", kind=tuple[str, ...])
+    assert (await parent.until(bool)).startswith("Ray's driver was ended by signal 9 (for 0 s): workers keep serving; ")
+    assert await parent.driver.call("take", kind=tuple[str, ...]) == ("3",)
+    await parent.until(lambda trouble: not trouble)
+    assert parent.num_up == 2
+    [record] = [record for record in caplog.records if record.name == "baton.test"]
+    assert (record.levelno, vars(record)["worker"]) == (logging.WARNING, "decode-0")
+
+
+async def test_a_driver_that_stands_still_is_named_until_it_answers(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PROGRAM": DEAF, "PING_S": 0.05, "MAX_UNANSWERED": 1000}.items():
+        monkeypatch.setattr(driver_process, name, value)
+    parent.start()
+    assert (await parent.until(bool)).startswith("Ray's driver does not answer (for 0 s): workers keep serving; ")
+    await parent.until(lambda trouble: not trouble)
+    assert parent.num_ended == 0
+
+
+async def test_a_driver_that_never_answers_is_killed_and_the_next_one_is_started(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {"PROGRAM": DEAF, "PING_S": 0.05, "MAX_UNANSWERED": 5}.items():
+        monkeypatch.setattr(driver_process, name, value)
+    parent.start()
+    await parent.until(lambda trouble: "was killed" in trouble)
+    await parent.until(lambda trouble: not trouble)
+    assert "Ray's driver was killed: it had not answered for 0.25 s: Ray is started again" in caplog.messages
+
+
+async def test_a_driver_that_cannot_be_spawned_is_tried_again(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine without room for a process ended the gateway."""
+
+    async def spawn(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", spawn)
+    with pytest.raises(Unavailable, match=r"could not be started: .*unavailable; tried 3 times"):
+        await parent.driver.run()
+    assert len([line for line in caplog.messages if "tried again" in line]) == 2

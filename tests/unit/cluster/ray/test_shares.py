@@ -1,0 +1,114 @@
+"""GPUs of workers that outlived Ray: the next Ray gives whichever it likes, and is asked until it gives theirs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.config.cluster_config import RayConfig
+from cluster.ray import shares as ray_shares
+from cluster.ray.ray_session import Machines
+from cluster.ray.shares import RayShares
+from cluster.supervision.worker_placement import WorkerPlan
+from protos.values import WorkerRole
+
+
+class Gpus:
+    """The GPUs that Ray has; a group takes the first free one."""
+
+    def __init__(self, count: int) -> None:
+        self.free = [str(number) for number in range(count)]
+        self.taken: dict[int, str] = {}
+        self.pinned = {"node:n1"}
+
+    def take(self) -> int:
+        group = len(self.taken) + 100
+        self.taken[group] = self.free.pop(0) if self.free else ""
+        return group
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    """Four of them."""
+    has = Gpus(4)
+
+    async def group(self: RayShares, bundles: list[dict[str, float]], name: str) -> int:
+        assert [bundle["GPU"] for bundle in bundles] == [1.0]
+        assert [bundle[name] for bundle in bundles for name in bundle.keys() & has.pinned] == [ray_shares.PINNED]
+        return has.take()
+
+    async def ready_now(group: int) -> bool:
+        return bool(has.taken[group])
+
+    async def devices(group: int, bundles: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
+        return (has.taken[group],)
+
+    async def remove(self: RayShares, groups: Sequence[int]) -> None:
+        has.free = sorted([*has.free, *(has.taken[group] for group in groups if has.taken[group])])
+
+    monkeypatch.setattr(RayShares, "_group", group)
+    monkeypatch.setattr(RayShares, "_remove", remove)
+    monkeypatch.setattr(ray_shares, "_ready_now", ready_now)
+    monkeypatch.setattr(ray_shares, "_devices", devices)
+    return has
+
+
+def of(num_ranks: int) -> WorkerPlan:
+    return WorkerPlan(
+        worker_id=f"decode-{num_ranks}", role=WorkerRole.DECODE, device="cuda", num_ranks=num_ranks, cpus_per_rank=1.0,
+        gpus_per_rank=1, num_threads=1,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def shares(tmp_path: Path) -> RayShares:
+    return RayShares(Machines(RayConfig(), tmp_path))
+
+
+async def test_each_rank_gets_the_gpu_that_it_has(gpus: Gpus, shares: RayShares) -> None:
+    assert await shares.take_devices(of(2), ("2", "0"), ("n1",) * 2)
+    assert gpus.free == ["1", "3"], "what others may use is free again"
+    assert await shares.take_devices(of(1), ("3",), ("n1",))
+    assert gpus.free == ["1"]
+    await shares.give_back("decode-2")
+    assert gpus.free == ["0", "1", "2"]
+
+
+async def test_ranks_on_two_machines_have_gpus_of_one_name(gpus: Gpus, shares: RayShares) -> None:
+    """Each machine counts its GPUs from 0."""
+    gpus.pinned, gpus.free = {"node:n1", "node:n2"}, ["0", "0", "1"]
+    assert await shares.take_devices(of(2), ("0", "0"), ("n1", "n2"))
+    assert gpus.free == ["1"]
+
+
+async def test_a_gpu_that_others_have_taken_is_said_to_be_missing(gpus: Gpus, shares: RayShares) -> None:
+    gpus.free.remove("3")
+    assert not await shares.take_devices(of(1), ("3",), ("n1",))
+    assert gpus.free == ["0", "1", "2"]
+
+
+async def test_nodes_are_let_report_where_a_worker_on_several_waits_long(
+    shares: RayShares, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's head counted as used what was free since a node was lost: the worker waited for ever."""
+    reported = asyncio.Event()
+
+    async def group(self: RayShares, bundles: list[dict[str, float]], name: str, strategy: str) -> int:
+        return 1
+
+    async def ready(group: int) -> None:
+        await reported.wait()
+
+    async def let_report(self: RayShares) -> None:
+        reported.set()
+
+    monkeypatch.setattr(RayShares, "_group", group)
+    monkeypatch.setattr(ray_shares, "_ready", ready)
+    monkeypatch.setattr(ray_shares, "REPORT_S", 0.01)
+    monkeypatch.setattr(RayShares, "_let_nodes_report", let_report)
+    async with asyncio.timeout(60):
+        assert await shares.take(replace(of(2), gpus_per_rank=0, spans_nodes=True)) == ()
