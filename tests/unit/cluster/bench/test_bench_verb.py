@@ -62,7 +62,7 @@ async def test_an_open_loop_and_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert told["figures"]["late_s"]["num"] == 6
     assert told["target"]["vocab_size"] == 512
     assert told["dialect"]["prompt"] is True
-    assert told["target"]["model"] == {"name": "tiny", "max_model_len": 256}
+    assert told["target"]["model"] == {"name": "tiny", "max_model_len": 256, "default_sampling": {"temperature": 0.7}}
     assert told["workload"]["rate"] == 1000
     assert told["client"]["hardware"]["num_cores"] >= 1
     assert told["client"]["versions"].keys() >= {"python", "baton"}
