@@ -129,20 +129,19 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 def _layers(gateway: Gateway) -> list[Middleware]:
     """The first one is the first to see a request."""
+    http = gateway.http
     layers = [
-        Middleware(RequestId, apis=_APIS, arrived=gateway.telemetry.arrived if gateway.telemetry is not None else None),
+        Middleware(RequestId, apis=_APIS),
         Middleware(HeadLimit, max_bytes=MAX_HEAD_BYTES),
-        Middleware(OwnPages, access=gateway.access, origins=gateway.cors_origins, hosts=gateway.hosts),
+        Middleware(OwnPages, access=gateway.access, origins=http.origins, hosts=http.names),
         Middleware(Authenticate, access=gateway.access, paths=_WITH_KEY),
-        Middleware(
-            BodyLimit, max_bytes=gateway.max_body_bytes, timeout_s=gateway.body_timeout_s, uploads=_uploads(gateway)
-        ),
+        Middleware(BodyLimit, max_bytes=http.max_body_bytes, timeout_s=http.body_timeout_s, uploads=_uploads(gateway)),
     ]
-    if gateway.cors_origins:
+    if http.origins:
         # First: a browser's preflight has no key, and must be able to read a refusal.
         across = Middleware(
             CORSMiddleware,
-            allow_origins=gateway.cors_origins,
+            allow_origins=http.origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, BUDGET, "request-id", "x-request-id", IGNORED, "retry-after", "retry-after-ms"],

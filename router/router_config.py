@@ -18,6 +18,11 @@ ToolParser = Literal[
 ]  # fmt: skip
 
 
+def listed_in(setting: str) -> tuple[str, ...]:
+    """The parts of a setting between its commas."""
+    return tuple(part.strip() for part in setting.split(",") if part.strip())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig(CheckedSettings):
     """Settings that every HTTP face shares."""
@@ -29,6 +34,14 @@ class HttpConfig(CheckedSettings):
     cors_origins: str = setting("", 'Pages that may call the API from a browser: "https://a.example, ..." or "*".')
     hosts: str = setting("", "Further names by which clients reach a gateway without tenants: a.example, ...")
     access_log: bool = setting(True, "Log a line for each request.")
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        return listed_in(self.cors_origins)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return listed_in(self.hosts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,9 @@ from router.ledger.ledger_store import LedgerStore
 from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList
 from router.ledger.request_ledger import LOOK_S, RequestLedger
+from router.request_observer import EndedRequest, ObservedRequest
 from router.text.sampling_request import TextRequest
-from router.text.text_stream import Usage
+from router.text.text_stream import Usage, UsageCounter
 
 START_S = 0
 END_S = 10 * 86_400
@@ -107,7 +108,9 @@ class Counted:
         finally:
             usage = Usage(prompt_tokens=len(job.prompt_ids), completion_tokens=num_tokens, cached_tokens=num_cached)
             ask = TextRequest(request_id=job.request_id, jobs=(job,), n=1)
-            self._ledger.ended(ask, self._records.find(job.request_id), usage, "completions", error, "", "demo")
+            records = self._records.find(job.request_id)
+            request = ObservedRequest(ask, records, UsageCounter(ask), "completions", "", "demo")
+            self._ledger.ended(EndedRequest(request, usage, error))
 
 
 def compared(config: SimulationConfig, load: GeneratedLoad) -> CostComparison:

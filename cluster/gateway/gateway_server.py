@@ -121,7 +121,7 @@ class GatewayServer:
         if others:
             self.registry.register(ModelsCollector({one.gateway.card.name: one.registry for one in backends}))
         self.model = gateways[0].card.name
-        self.has_chat = gateways[0].template is not None
+        self.has_chat = gateways[0].texts.template is not None
         self._sockets = [listening] if own is None else [listening, own]
         self.ports = tuple(replica_ports)
         app = create_models_app(gateways, self.registry)

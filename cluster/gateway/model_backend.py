@@ -9,7 +9,7 @@ import tempfile
 import uuid
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,11 @@ from router.auth.auth import AccessControl
 from router.batches.open_batches import BatchService
 from router.build_router import Router, build_router
 from router.capacity.reporter import CapacityReporter
+from router.capacity.samples import RequestSamples
 from router.files.batch_storage import BatchStorage
 from router.fleet.channels import Channels
 from router.fleet.sleep import SleepWatch
-from router.fleet_owner import CapacityOwner
+from router.fleet_owner import CapacityOwner, NoFleetOwner
 from router.gateway import Gateway, open_gateway
 from router.history.history_sampler import HistorySampler
 from router.http.pace import Pace
@@ -34,6 +35,7 @@ from router.ledger.prices import PriceList, read_prices
 from router.ledger.request_ledger import RequestLedger
 from router.prefix.registry import open_feed
 from router.request_metrics import RequestMetrics
+from router.request_observer import RequestObserver
 from router.router_config import RouterConfig
 
 log = logging.getLogger("baton.gateway")
@@ -84,6 +86,7 @@ class ModelBackend:
         self.fleet, self.admission = self.router.fleet, self.router.admission
         self._generate = Cutoff(self.admission)
         self._telemetry = _trace_exporter(config, self._gateway_id, self.registry)
+        self._samples = RequestSamples()
         self._batches = BatchService(config.batch, shared.storage)
         self._ledger: RequestLedger | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -99,17 +102,21 @@ class ModelBackend:
         if shared.ledger is not None:
             model, budgets = settings.config.model_name, access.budgets
             self._ledger = RequestLedger(shared.ledger, shared.prices, self.fleet, model=model, budgets=budgets)
-        gateway = self.gateway = open_gateway(
-            settings.config, generate=self._generate, fleet=self.fleet, metrics=self.metrics, access=access,
-            routing=self.router.routing, replica_ports=shared.replica_ports, max_model_len=settings.max_model_len,
-            telemetry=self._telemetry, ledger=self._ledger, fleet_owner=settings.fleet_owner,
-            batches=self._batches.storage, pace=shared.pace,
+        observers: list[RequestObserver | None] = [access.metrics, self._samples, self._telemetry, self._ledger]
+        opened = open_gateway(
+            settings.config, generate=self._generate, fleet=self.fleet, max_model_len=settings.max_model_len
+        )
+        self.gateway = replace(
+            opened, metrics=self.metrics, access=access, routing=self.router.routing, pace=shared.pace,
+            observers=tuple(observer for observer in observers if observer is not None), ledger=self._ledger,
+            fleet_owner=settings.fleet_owner or NoFleetOwner(), batches=self._batches.storage,
+            replica_ports=shared.replica_ports,
         )  # fmt: skip
         self._reporter = CapacityReporter(
-            self._gateway_id, gateway.fleet_owner, gateway.samples, self.router, self.registry
+            self._gateway_id, self.gateway.fleet_owner, self._samples, self.router, self.registry
         )
-        self._sampler = HistorySampler(gateway.history, metrics=self.metrics, fleet=self.fleet, line=self.admission)
-        return gateway
+        self._sampler = HistorySampler(opened.history, metrics=self.metrics, fleet=self.fleet, line=self.admission)
+        return self.gateway
 
     async def start(self) -> None:
         """Connects to the gateways that serve the same model, and begins what runs beside requests."""
@@ -150,7 +157,7 @@ class ModelBackend:
         if self._telemetry is not None:
             await asyncio.to_thread(self._telemetry.close)
         await self.gateway.fleet_owner.close()
-        self.gateway.grammars.close()
+        self.gateway.texts.grammars.close()
         await self._feed.close()
 
     async def until_ready(self) -> None:

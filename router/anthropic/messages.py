@@ -82,7 +82,7 @@ def _thinking(gateway: Gateway, body: PromptBody, ignored: Ignored) -> tuple[boo
     if kind not in _THINKING:
         raise wrong("thinking.type", kind, listed(_THINKING))
     is_on = kind != "disabled"
-    if is_on and gateway.reasoning is None:
+    if is_on and gateway.texts.reasoning is None:
         ignored.add("thinking")
     elif is_on:
         for name in given.keys() - {"type", "display"}:

@@ -52,7 +52,7 @@ class AccessControl:
         self.roster = read_roster(path) if path is not None else Roster()
         changed(self.roster)
         registry = registry or CollectorRegistry()
-        self._metrics = TenantMetrics(registry)
+        self.metrics = TenantMetrics(registry)
         self.budgets = TenantBudgets(lambda: self.roster.tenants.values())
         registry.register(self.budgets)
 
@@ -65,7 +65,7 @@ class AccessControl:
         hashed = hash_of(key)
         tenant = self.roster.by_key.get(hashed)
         if tenant is None:
-            self._metrics.unauthenticated.inc()
+            self.metrics.unauthenticated.inc()
             if self.roster.admin_keys and self.roster.is_admin(key):
                 raise Unauthenticated("This is an admin key, which opens /admin only: send a tenant's key")
             raise Unauthenticated("The API key is unknown: check it, or get another one from the operator")
@@ -103,7 +103,7 @@ class AccessControl:
         except BaseException as error:
             self.budgets.give_back(tenant, request_id)
             if isinstance(error, RateLimited):
-                self._metrics.refused.labels(tenant.name).inc()
+                self.metrics.refused.labels(tenant.name).inc()
             raise
 
     def leave(self, tenant: Tenant, request_id: str) -> None:
@@ -114,11 +114,6 @@ class AccessControl:
         """Counts tokens of an answer that were sent to the tenant against its limit."""
         if tenant.tokens_per_min is not None:
             self._limits.spend(tenant, num_tokens, loop_time())
-
-    def served(self, tenant: Tenant, *, num_prompt: int, num_cached: int, num_output: int) -> None:
-        """Counts a finished answer in the metrics. `num_cached` of the prompt tokens were not computed."""
-        for kind, count in (("input", num_prompt - num_cached), ("cached", num_cached), ("output", num_output)):
-            self._metrics.tokens.labels(tenant.name, kind).inc(count)
 
     @property
     def trouble(self) -> str:
@@ -132,7 +127,7 @@ class AccessControl:
     def _key(self, authorization: str | None) -> str:
         scheme, _, key = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            self._metrics.unauthenticated.inc()
+            self.metrics.unauthenticated.inc()
             raise Unauthenticated(
                 "You didn't provide an API key: send it as 'Authorization: Bearer KEY', or as x-api-key"
             )
@@ -151,7 +146,7 @@ class AccessControl:
         try:
             self.roster = read_roster(self._path)
         except Misconfigured as error:
-            self._metrics.file_errors.inc()
+            self.metrics.file_errors.inc()
             self._file_trouble = (
                 f"the file of tenants was not loaded again, the old one stays in force: {error.message}"
             )

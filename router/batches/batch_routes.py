@@ -89,7 +89,7 @@ def model_of(gateway: Gateway, read: Callable[[int, int], bytes]) -> str:
     """The model of the file's first line: a batch is one model's. The check of its lines names what is wrong."""
     if not gateway.models:
         return gateway.card.name
-    first = read(0, gateway.max_body_bytes).lstrip().partition(b"\n")[0]
+    first = read(0, gateway.http.max_body_bytes).lstrip().partition(b"\n")[0]
     try:
         named = str(read_json(first)["body"]["model"])
         card = gateway.serving(named).card

@@ -206,7 +206,7 @@ class _OwnedBatch:
         else:
             checker = InputChecker(
                 endpoint, self._gateway.check_batch_model, max_lines=self._storage.max_lines,
-                max_line_bytes=self._gateway.max_body_bytes,
+                max_line_bytes=self._gateway.http.max_body_bytes,
             )  # fmt: skip
         try:
             await asyncio.to_thread(checker.read, partial(self._storage.files.contents.read, self._batch.input_file_id))

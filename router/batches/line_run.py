@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
-from protos.errors import BatonError, InvalidRequest
+from protos.errors import BatonError, BudgetExhausted, InvalidRequest, Overloaded
 from router.anthropic.anthropic_api import ANTHROPIC, ANTHROPIC_FACE
 from router.auth.tenants import Tenant
 from router.endpoint import Serve
@@ -22,11 +22,13 @@ from router.files.records import LineResult, StoredBatch
 from router.gateway import Gateway
 from router.http.api import OPENAI, Api
 from router.http.error_responses import error_response, internal_error
-from router.ledger.request_ledger import may_pass
+from router.ledger.request_ledger import RequestLedger
 from router.openai.openai_api import OPENAI_FACE
 from router.request_metrics import Track
+from router.request_observer import BATCH, EndedRequest, ObservedRequest
 from router.responses.responses import RESPONSES_FACE
 from router.text.text_stream import NO_USAGE, Usage
+from router.traces.request_trace import RequestTraces
 
 log = logging.getLogger("baton.batches")
 
@@ -69,6 +71,41 @@ def read_line(batch: StoredBatch, number: int, raw: bytes) -> InputLine:
     return InputLine(number=number, custom_id=found["custom_id"], name=f"{batch.id}-{number + 1}", body=body)
 
 
+def may_pass(error: BatonError) -> bool:
+    """Whether a line that failed with this error is tried again, because it may succeed soon."""
+    return error.retryable or (isinstance(error, Overloaded) and not isinstance(error, BudgetExhausted))
+
+
+class LineLedger:
+    """The observer of one attempt of a line: writes no row for an attempt after which the line runs again. `records`
+    has all attempts. `is_last`: the line does not run again, however the attempt ends. `is_stopped`: its batch was
+    cancelled or has expired, so that an interrupted line does not run again."""
+
+    def __init__(
+        self, ledger: RequestLedger, records: RequestTraces, *, is_last: bool, is_stopped: Callable[[], bool]
+    ) -> None:
+        self._ledger = ledger
+        self._records = records
+        self._is_last = is_last
+        self._is_stopped = is_stopped
+
+    def began(self, request: ObservedRequest) -> None: ...
+
+    def ended(self, ended: EndedRequest) -> None:
+        if ended.error is not None and self._runs_again(ended.error):
+            return
+        records = ended.request.records
+        runs = self._records.find(ended.request.ask.jobs[0].group_id)
+        own = [*records[:1], *(trace for trace in runs if trace.choices)]
+        self._ledger.ended(ended._replace(request=ended.request._replace(records=own)))
+
+    def _runs_again(self, error: BaseException) -> bool:
+        """A line that is interrupted by the end of its process has not failed."""
+        if not isinstance(error, Exception):
+            return not self._is_stopped()
+        return not self._is_last and isinstance(error, BatonError) and may_pass(error)
+
+
 async def answer_line(
     gateway: Gateway,
     batch: StoredBatch,
@@ -81,10 +118,13 @@ async def answer_line(
     """Raises BatonError where the line may be tried again: no worker, no room. The last attempt answers with that,
     and a tenant whose budget is spent is answered at once: the line would wait until the budget's next period."""
     api = ANTHROPIC if batch.endpoint == MESSAGES else OPENAI
-    track = gateway.metrics.track(f"batch:{batch.endpoint}")
+    track = gateway.metrics.track(f"{BATCH}{batch.endpoint}")
+    observers = gateway.observers
+    if gateway.ledger is not None:
+        ledger = LineLedger(gateway.ledger, gateway.routing.records, is_last=is_last, is_stopped=is_stopped)
+        observers = (*observers, ledger)
     # The answer's own id is the line's: a line that runs again has the same row in the ledger.
-    ledger = gateway.ledger and gateway.ledger.of_line(is_last=is_last, is_stopped=is_stopped)
-    own = replace(gateway, names=_names(line), ledger=ledger)
+    own = replace(gateway, names=_names(line), observers=observers)
     try:
         response: Any = await _ROUTES[batch.endpoint](own, _request(batch, tenant, line, api, track))
     except BatonError as error:

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from router.batches.batch_metrics import BatchMetrics
 from router.batches.batch_runner import BatchRunner
 from router.batches.room import BatchRoom
-from router.capacity.samples import RequestSamples
 from router.dispatch.chooser import Routing
 from router.files.batch_storage import BatchStorage, open_storage
 from router.gateway import Gateway
@@ -42,10 +41,8 @@ def open_runner(
         access=gateway.access.without_limits(),
         metrics=RequestMetrics(model=gateway.card.name),
         routing=Routing(records=records),
-        ledger=gateway.ledger.of_batches(records) if gateway.ledger is not None else None,
+        observers=(gateway.access.metrics,),
         pace=Pace(),
-        telemetry=None,
-        samples=RequestSamples(),
         models=(),
     )
     room = BatchRoom(gateway.fleet, config.max_running)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from protos.event_loop import loop_time
 from router.fleet.member import WorkerStatus
 from router.fleet_owner import GatewaySight, RequestSample, WorkerSight
+from router.request_observer import EndedRequest, ObservedRequest
 from router.traces.request_trace import RequestTrace
 
 MAX_KEPT = 20_000
@@ -17,7 +18,7 @@ _ANSWERED = ("stop", "length", "cancelled")
 
 
 class RequestSamples:
-    """Counts requests that arrive and keeps those that ended, while `window_s` is above 0."""
+    """An observer that counts the requests that begin and keeps those that ended, while `window_s` is above 0."""
 
     def __init__(self) -> None:
         self.window_s = 0.0
@@ -34,15 +35,13 @@ class RequestSamples:
             self._ended.clear()
         self.window_s = window_s
 
-    def arrived(self, count: int) -> None:
-        """Requests have come."""
+    def began(self, request: ObservedRequest) -> None:
         if self.window_s:
-            self._arrived.append((loop_time(), count))
+            self._arrived.append((loop_time(), len(request.records)))
 
-    def ended(self, records: Iterable[RequestTrace]) -> None:
-        """Requests have ended, however they ended."""
+    def ended(self, ended: EndedRequest) -> None:
         if self.window_s:
-            self._ended.extend(map(sample_of, records))
+            self._ended.extend(map(sample_of, ended.request.records))
 
     def covered_s(self, now: float) -> float:
         """Seconds that the counts reach back."""

@@ -143,8 +143,8 @@ async def send(
         return EventStream(
             partial(renderer.events, track),
             track,
-            keep_alive_s=renderer.gateway.keep_alive_s,
-            stall_s=renderer.gateway.stall_s,
+            keep_alive_s=renderer.gateway.http.keep_alive_s,
+            stall_s=renderer.gateway.http.stall_s,
             headers=ignored.raw_headers() if ignored is not None else (),
             failure=renderer.failure,
         )

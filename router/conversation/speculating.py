@@ -67,9 +67,9 @@ async def speculation_params(
 async def with_prediction(gateway: Gateway, params: SpeculationParams, text: str) -> SpeculationParams:
     """The parameters with the tokens of a predicted text. Raises InvalidRequest."""
     longest = gateway.card.max_model_len
-    num_tokens = gateway.tokenizer.min_tokens(text)
+    num_tokens = gateway.texts.tokenizer.min_tokens(text)
     if num_tokens <= longest:
-        [prediction_ids] = await gateway.tokenizer.encode([text], add_special_tokens=False)
+        [prediction_ids] = await gateway.texts.tokenizer.encode([text], add_special_tokens=False)
         num_tokens = len(prediction_ids)
         if num_tokens <= longest:
             return SpeculationParams(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from protos.codec import Value
@@ -25,26 +25,31 @@ class Thinking(Value, frozen=True, kw_only=True):
 
 def knows_switch(gateway: Gateway) -> bool:
     """Can a request turn the model's reasoning on and off?"""
-    return gateway.template is not None and not gateway.template.variables.isdisjoint(_SWITCHES)
+    return _has_any(gateway, _SWITCHES)
 
 
 def knows_effort(gateway: Gateway) -> bool:
     """Does the chat template know how much a model is to reason?"""
-    return gateway.template is not None and not gateway.template.variables.isdisjoint((*_SWITCHES, _EFFORT))
+    return _has_any(gateway, (*_SWITCHES, _EFFORT))
+
+
+def _has_any(gateway: Gateway, names: Sequence[str]) -> bool:
+    template = gateway.texts.template
+    return template is not None and not template.variables.isdisjoint(names)
 
 
 def thinking_options(
     gateway: Gateway, thinking: Thinking, given: Mapping[str, Any] | None = None
 ) -> Mapping[str, Any] | None:
     """Variables of the chat template; those `given` by name go first."""
-    if gateway.template is None:
+    if gateway.texts.template is None:
         return given
-    variables, effort = gateway.template.variables, thinking.effort
+    variables, effort = gateway.texts.template.variables, thinking.effort
     is_on = thinking.is_on if effort is None else effort != OFF
     options: dict[str, Any] = {}
     if is_on is not None:
         options = {name: is_on for name in _SWITCHES if name in variables}
     if effort is not None and _EFFORT in variables:
-        is_gpt_oss = gateway.reasoning is not None and gateway.reasoning.name == "gpt_oss"
+        is_gpt_oss = gateway.texts.reasoning is not None and gateway.texts.reasoning.name == "gpt_oss"
         options[_EFFORT] = _OF_GPT_OSS.get(effort, effort) if is_gpt_oss else effort
     return options | dict(given or {}) if options else given

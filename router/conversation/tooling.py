@@ -67,7 +67,7 @@ class Tooling(Value, frozen=True, kw_only=True):
 def tooling_of(gateway: Gateway, use: ToolUse | None, schema: AnswerSchema | None, *, param: str) -> Tooling:
     """`use`: None without tools. `param` names the `schema`'s parameter. Raises InvalidRequest for tools that
     contradict each other, and for tools of a model that knows none."""
-    compact = gateway.disable_any_whitespace
+    compact = gateway.texts.config.disable_any_whitespace
     if use is None:
         return Tooling(grammar=schema.grammar(compact=compact) if schema is not None else "", param=param)
     functions, named = use.functions, use.allowed
@@ -104,7 +104,7 @@ def tooling_of(gateway: Gateway, use: ToolUse | None, schema: AnswerSchema | Non
         functions=use.functions,
         form=form,
         grammar=bound(),
-        token_grammar=bound(tokens=gateway.tool_tokens) if gateway.tool_tokens else "",
+        token_grammar=bound(tokens=gateway.texts.tool_tokens) if gateway.texts.tool_tokens else "",
         param=decides,
         is_named=use.is_named,
         required=use.choice == "required",
@@ -126,14 +126,14 @@ def _loose(function: Function) -> Function:
 
 
 def _form(gateway: Gateway) -> ToolFormat:
-    gateway.check_tools()
-    if gateway.tool_format is None:
+    gateway.texts.check_tools()
+    if gateway.texts.tool_format is None:
         raise InvalidRequest(
             f"The chat template of the model '{gateway.card.name}' does not show how it calls tools: "
             "start the server with --tool-parser",
             param="tools",
         )
-    return gateway.tool_format
+    return gateway.texts.tool_format
 
 
 def _named(functions: Sequence[Function], name: str) -> Function:

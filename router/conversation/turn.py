@@ -32,7 +32,7 @@ class ConversationTurn:
 
     async def prompt(self, gateway: Gateway) -> tuple[int, ...]:
         """Token ids. Raises InvalidRequest."""
-        return await gateway.encode_chat(
+        return await gateway.texts.encode_chat(
             self.messages,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=self.continue_final_message,
@@ -54,17 +54,17 @@ class ConversationTurn:
         room for, where max_tokens is more. Raises InvalidRequest."""
         sampling, tooling, is_raw = self.sampling, self.tooling, prompt is not None
         if tooling.grammar:
-            await gateway.grammars.check(tooling.grammar, param=tooling.param)
+            await gateway.texts.grammars.check(tooling.grammar, param=tooling.param)
             sampling = replace(sampling, grammar=tooling.token_grammar or tooling.grammar)
         if prompt is None:
             prompt = await self.prompt(gateway)
         if cut and sampling.max_tokens is not None and len(prompt) + sampling.max_tokens > gateway.card.max_model_len:
             sampling = replace(sampling, max_tokens=None)
         reasoning = None
-        if gateway.reasoning is not None and not is_raw:
-            phase = gateway.reasoning.phase(prompt, is_continued=self.continue_final_message)
+        if gateway.texts.reasoning is not None and not is_raw:
+            phase = gateway.texts.reasoning.phase(prompt, is_continued=self.continue_final_message)
             reasoning = AnswerReasoning(
-                reasoning=gateway.reasoning,
+                reasoning=gateway.texts.reasoning,
                 phase=phase,
                 marks_calls=tooling.form is ToolFormat.GPT_OSS,
                 is_shown=self.shows_reasoning,
@@ -72,8 +72,8 @@ class ConversationTurn:
             if tooling.grammar:
                 has_header, ends = tooling.form is ToolFormat.GPT_OSS, gateway.card.eos_token_ids
                 if tooling.form is not None and not has_header:  # a call inside would not be bound
-                    ends |= frozenset(gateway.tool_tokens.values())
-                bound = gateway.reasoning.grammar(sampling.grammar, phase, ends, has_header=has_header)
+                    ends |= frozenset(gateway.texts.tool_tokens.values())
+                bound = gateway.texts.reasoning.grammar(sampling.grammar, phase, ends, has_header=has_header)
                 sampling = replace(sampling, grammar=bound)
         return make_text_request(
             sampling,
@@ -84,6 +84,6 @@ class ConversationTurn:
             tenant=tenant_of(http),
             default_max_tokens=None,
             reasoning=reasoning,
-            visible_tokens=frozenset(gateway.tool_tokens.values()) if tooling.form is not None else frozenset(),
+            visible_tokens=frozenset(gateway.texts.tool_tokens.values()) if tooling.form is not None else frozenset(),
             new_calls=partial(reader_of, tooling.form, tooling.functions) if tooling.form is not None else None,
         )

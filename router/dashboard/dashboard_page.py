@@ -48,7 +48,7 @@ async def page(gateway: Gateway, request: Request) -> Response:
     values = texts | {
         "model": escape(gateway.card.name),
         "others": _links([one.card.name for one in gateway.models[1:]]),
-        "has_chat": str(gateway.template is not None).lower(),
+        "has_chat": str(gateway.texts.template is not None).lower(),
         "has_ledger": str(gateway.ledger is not None).lower(),
         "asks_for_keys": str(not gateway.access.roster.is_open).lower(),
     }

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from protos.errors import ERRORS_BY_CODE, Cancelled, InvalidRequest, Misconfigured, RequestTimeout
+from protos.event_loop import loop_time
 from protos.grpc_status import abort_with
 from protos.listening import bound, netloc
 from protos.tls import FaceTls, listen_grpc
@@ -31,6 +32,7 @@ from router.http.body_validation import read_json, shallow
 from router.http.middleware import REQUEST_ID, request_name
 from router.http.sse import StallWatch
 from router.request_metrics import Track
+from router.request_observer import Arrival, arrival
 from router.text.sampling_request import SamplingRequest, TextRequest, make_text_request
 from router.text.text_stream import TextDelta, Usage, UsageCounter, collect
 
@@ -56,8 +58,9 @@ class GrpcFace:
         it shall run on."""
         self._host, self._port, self._is_shared = host, port, is_shared
         self._credentials = tls.server_credentials() if tls is not None else None
-        limits = [("grpc.max_receive_message_length", gateway.max_body_bytes), ("grpc.so_reuseport", int(is_shared))]
-        self._server = grpc.aio.server(options=limits, interceptors=[_InTime(gateway.body_timeout_s, gateway.stall_s)])
+        http = gateway.http
+        limits = [("grpc.max_receive_message_length", http.max_body_bytes), ("grpc.so_reuseport", int(is_shared))]
+        self._server = grpc.aio.server(options=limits, interceptors=[_InTime(http.body_timeout_s, http.stall_s)])
         pb_grpc.add_InferenceServicer_to_server(_Inference(gateway), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(_Health(gateway, health_period_s), self._server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -200,7 +203,7 @@ class _Inference(pb_grpc.InferenceServicer):
         try:
             self._tenant(context)
             gateway = self._gateway.serving(request.model)
-            [ids] = await gateway.encode([request.text], split_special_tokens=_split(request))
+            [ids] = await gateway.texts.encode([request.text], split_special_tokens=_split(request))
             return pb.TokenizeReply(ids=ids)
         except Exception as error:
             await abort_with(context, error)
@@ -244,9 +247,9 @@ class _Inference(pb_grpc.InferenceServicer):
         sampling = _asked(request)
         if form := request.sampling.WhichOneof("form"):
             sampling = replace(
-                sampling, grammar=_grammar(request.sampling, form, compact=gateway.disable_any_whitespace)
+                sampling, grammar=_grammar(request.sampling, form, compact=gateway.texts.config.disable_any_whitespace)
             )
-            await gateway.grammars.check(sampling.grammar, param=form)
+            await gateway.texts.grammars.check(sampling.grammar, param=form)
         if predicted := request.WhichOneof("prediction"):
             speculation = await self._predicted(gateway, request, predicted, sampling.speculation)
             sampling = replace(sampling, speculation=speculation)
@@ -254,7 +257,7 @@ class _Inference(pb_grpc.InferenceServicer):
             case "tokens":
                 prompt = tuple(request.tokens.ids)
             case "text":
-                [prompt] = await gateway.encode([request.text], split_special_tokens=_split(request))
+                [prompt] = await gateway.texts.encode([request.text], split_special_tokens=_split(request))
             case _:
                 raise InvalidRequest("'prompt' is missing: give text or tokens", param="prompt")
         return make_text_request(
@@ -284,10 +287,9 @@ def _split(request: pb.GenerateRequest | pb.TokenizeRequest) -> bool | None:
 
 async def _named(context: Context, gateway: Gateway) -> str:
     """The call's name, as HTTP has it: the client's, if it is a short plain word. It goes out with the first metadata.
-    The call's trace, if there are traces."""
+    Notes the call's arrival and its trace."""
     metadata = dict(context.invocation_metadata() or ())
-    if gateway.telemetry is not None:
-        gateway.telemetry.arrived(_text(metadata, "traceparent"))
+    arrival.set(Arrival(loop_time(), _text(metadata, "traceparent")))
     name = request_name(_text(metadata, REQUEST_ID), gateway.names)
     await context.send_initial_metadata(((REQUEST_ID, name),))
     return name

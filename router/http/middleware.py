@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from ipaddress import ip_address
 
 from starlette.requests import Request
@@ -31,6 +31,7 @@ from router.http.api import Api, Apis, api_of
 from router.http.error_responses import error_response, internal_error
 from router.http.response_channel import channel_of
 from router.request_metrics import Track
+from router.request_observer import Arrival, arrival
 
 log = logging.getLogger("baton.http")
 
@@ -109,10 +110,8 @@ class RequestId:
     Under the same id (`name_of`) /admin/requests shows how the request was routed, and the log has internal errors.
     """
 
-    def __init__(self, app: ASGIApp, *, apis: Sequence[Api] = (), arrived: Callable[[str], None] | None = None) -> None:
-        """`arrived` is called with each request's `traceparent`."""
+    def __init__(self, app: ASGIApp, *, apis: Sequence[Api] = ()) -> None:
         self._app = app
-        self._arrived = arrived
         self._apis = Apis(apis)
         self._names = random_names()
 
@@ -124,10 +123,8 @@ class RequestId:
         state = scope.setdefault("state", {})
         api = state["api"] = self._apis.of(scope)
         state["request_id"] = name
-        if self._arrived is not None:
-            self._arrived(header_of(scope, b"traceparent"))
-        clock = asyncio.get_running_loop().time
-        begun_s, status = clock(), 0
+        begun_s, status = loop_time(), 0
+        arrival.set(Arrival(begun_s, header_of(scope, b"traceparent")))
 
         async def named(message: Message) -> None:
             nonlocal status
@@ -148,7 +145,7 @@ class RequestId:
         finally:
             status = status or CLIENT_LEFT
             if is_logged() and not is_routine(scope, status):
-                _log(scope, status, clock() - begun_s)
+                _log(scope, status, loop_time() - begun_s)
 
 
 def is_routine(scope: Scope, status: int) -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
-from protos.errors import ERRORS_BY_CODE, BatonError, BudgetExhausted, Overloaded, Unavailable, code_of
+from protos.errors import ERRORS_BY_CODE, Unavailable
 from protos.event_loop import loop_time
 from router.auth.budgets import TenantBudgets
 from router.jobs import FleetView
@@ -20,9 +18,8 @@ from router.ledger.ledger_tables import LOST
 from router.ledger.prices import KINDS, PriceList
 from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest
 from router.ledger.worker_counts import WorkerCounts
-from router.text.sampling_request import TextRequest
-from router.text.text_stream import Usage, UsageCounter
-from router.traces.request_trace import RequestTrace, RequestTraces
+from router.request_observer import EndedRequest, ObservedRequest
+from router.text.text_stream import Usage
 
 log = logging.getLogger("baton.ledger")
 
@@ -38,11 +35,6 @@ deleted that are old."""
 _FREE = dict.fromkeys(KINDS, 0.0)
 
 
-def may_pass(error: BatonError) -> bool:
-    """Whether a line of a batch is tried again that failed so, for it may succeed soon."""
-    return error.retryable or (isinstance(error, Overloaded) and not isinstance(error, BudgetExhausted))
-
-
 def is_free(outcome: str, num_output: int, *, is_batch: bool) -> bool:
     """Whether a request costs its tenant nothing: it failed for a reason of the cluster's (5xx), or it failed before
     anything was sent, as one does that finds no room or whose client leaves the queue. Of a line of a batch nothing is
@@ -54,24 +46,8 @@ def is_free(outcome: str, num_output: int, *, is_batch: bool) -> bool:
     return False
 
 
-def is_refused(error: BaseException | None, records: Sequence[RequestTrace], counted: UsageCounter) -> bool:
-    """Whether no worker has had the request."""
-    return error is not None and not (counted.num_tokens or any(record.choices for record in records))
-
-
-class BegunRequest(NamedTuple):
-    """A request that is being answered."""
-
-    ask: TextRequest
-    records: Sequence[RequestTrace]
-    counted: UsageCounter
-    endpoint: str
-    key_id: str
-    model: str
-
-
 class RequestLedger:
-    """`close` it at the end. `clock`: seconds since 1970."""
+    """The observer that writes a row for each request; `close` it at the end."""
 
     def __init__(
         self,
@@ -81,100 +57,43 @@ class RequestLedger:
         *,
         model: str,
         clock: Callable[[], float] = time.time,
-        batches: RequestTraces | None = None,
         budgets: TenantBudgets | None = None,
     ) -> None:
-        """`batches`: the records of the jobs of batches, for a ledger of theirs. `budgets` are kept up to date."""
+        """`clock`: seconds since 1970. `budgets` are kept up to date."""
         self.store = store
         self.prices = prices
         self._fleet = fleet
         self._model = model
         self._clock = clock
-        self._batches = batches
-        self._is_last = False
-        self._is_stopped: Callable[[], bool] = lambda: False
         self._budgets = budgets
-        self._open: dict[str, BegunRequest] = {}
-        self._due_s: dict[str, float] = {}  # when the next note of an open request is made
+        self._open: dict[str, tuple[ObservedRequest, float]] = {}  # with the time at which its next note is due
         self._looks = 0
         self._latest = FleetMinute(minute=0, devices=0)
         self._counts = WorkerCounts()
-        self._rates: dict[str, WorkerRate] = {}  # changed in place: a ledger of batches has it, too
+        self._rates: dict[str, WorkerRate] = {}
 
-    def of_batches(self, records: RequestTraces) -> RequestLedger:
-        """The same for requests of batches: half the price, and no row for one that will run again."""
-        ledger = copy.copy(self)
-        ledger._batches, ledger._open, ledger._due_s = records, {}, {}
-        return ledger
-
-    def of_line(self, *, is_last: bool, is_stopped: Callable[[], bool]) -> RequestLedger:
-        """The ledger of one attempt of a batch's line. `is_last`: the line does not run again, however the attempt
-        ends. `is_stopped`: its batch was cancelled or has expired, so that an interrupted line does not run again."""
-        ledger = copy.copy(self)
-        ledger._is_last, ledger._is_stopped = is_last, is_stopped
-        return ledger
-
-    def most_usd(self, ask: TextRequest, model: str) -> float:
+    def most_usd(self, request: ObservedRequest) -> float:
         """The most that a request may be charged: all of its prompts computed, and answers of `max_tokens`."""
-        price = self.prices.price(model, self._clock(), parent=self._model)
+        ask, price = request.ask, self.prices.price(request.model, self._clock(), parent=self._model)
         num_output = sum(job.sampling.max_tokens for job in ask.jobs)
         tokens = {"input": sum(map(len, ask.prompts)), "cached": 0, "output": num_output}
-        return 0.0 if price is None else sum(price.charge(tokens, is_batch=self._batches is not None).values())
+        return 0.0 if price is None else sum(price.charge(tokens, is_batch=request.is_batch).values())
 
-    def begun(
-        self,
-        ask: TextRequest,
-        records: Sequence[RequestTrace],
-        counted: UsageCounter,
-        endpoint: str,
-        key_id: str,
-        model: str,
-    ) -> None:
-        """A request is being answered until `ended`: what it has come to is noted again and again, for the case that
-        this process is killed. A line of a batch would run again. `model`: the served name, or that of an adapter."""
-        if self._batches is None:
-            self._open[ask.request_id] = BegunRequest(ask, records, counted, endpoint, key_id, model)
-            self._due_s[ask.request_id] = loop_time() + LOOK_S
+    def began(self, request: ObservedRequest) -> None:
+        """Until it has ended, the request's row so far is written again and again, in case this process is killed. A
+        line of a batch would run again instead."""
+        if not request.is_batch:
+            self._open[request.ask.request_id] = request, loop_time() + LOOK_S
 
-    def ended(
-        self,
-        ask: TextRequest,
-        records: Sequence[RequestTrace],
-        usage: Usage,
-        endpoint: str,
-        error: BaseException | None,
-        key_id: str,
-        model: str,
-    ) -> None:
-        """A request that began has ended, however it did."""
-        if self._batches is not None:
-            if error is not None and self._runs_again(error):
-                return
-            runs = self._batches.find(ask.jobs[0].group_id)
-            records = [*records[:1], *(one for one in runs if one.choices)]
-        self._open.pop(ask.request_id, None)
-        self._due_s.pop(ask.request_id, None)
-        row = self._row(ask, records, usage, endpoint, "ok" if error is None else code_of(error), key_id, model)
+    def ended(self, ended: EndedRequest) -> None:
+        self._open.pop(ended.request.ask.request_id, None)
+        row = self._row(ended.request, ended.usage, ended.outcome)
         self.store.write(row)
         if self._budgets is not None:
-            self._budgets.add(ask.tenant, row.charged_usd)
+            self._budgets.add(ended.request.ask.tenant, row.charged_usd)
 
-    def _runs_again(self, error: BaseException) -> bool:
-        """A line that is interrupted by the end of its process has not failed."""
-        if not isinstance(error, Exception):
-            return not self._is_stopped()
-        return not self._is_last and isinstance(error, BatonError) and may_pass(error)
-
-    def _row(
-        self,
-        ask: TextRequest,
-        records: Sequence[RequestTrace],
-        usage: Usage,
-        endpoint: str,
-        outcome: str,
-        key_id: str,
-        model: str,
-    ) -> LedgerRow:
+    def _row(self, request: ObservedRequest, usage: Usage, outcome: str) -> LedgerRow:
+        ask, records, is_batch = request.ask, request.records, request.is_batch
         now, loop_now = self._clock(), loop_time()
         seconds = loop_now - records[0].received_s if records else 0.0
         tokens = {
@@ -183,8 +102,7 @@ class RequestLedger:
             "output": usage.completion_tokens,
         }
         work = work_of(records, tokens["input"], tokens["cached"], self._rates, loop_now)
-        is_batch = self._batches is not None
-        price = self.prices.price(model, now - seconds, parent=self._model)
+        price = self.prices.price(request.model, now - seconds, parent=self._model)
         charged: Mapping[str, float] = _FREE
         if price is not None and not is_free(outcome, usage.completion_tokens, is_batch=is_batch):
             charged = price.charge(tokens, is_batch=is_batch)
@@ -193,9 +111,9 @@ class RequestLedger:
             at_s=now - seconds,
             seconds=seconds,
             tenant=ask.tenant.name,
-            key_id=key_id,
-            model=model,
-            endpoint=endpoint,
+            key_id=request.key_id,
+            model=request.model,
+            endpoint=request.endpoint,
             outcome=outcome,
             input_tokens=tokens["input"],
             cached_tokens=tokens["cached"],
@@ -234,14 +152,12 @@ class RequestLedger:
             self.store.write(count)
 
     def note_open(self) -> None:
-        """Writes down what the requests have come to whose next note is due."""
+        """Writes the rows so far of the requests whose next note is due."""
         now = loop_time()
-        for request_id, one in self._open.items():
-            if self._due_s[request_id] <= now:
-                self._due_s[request_id] = now + NOTE_S - LOOK_S / 2  # looks are not made to the millisecond
-                usage = one.counted.usage()
-                row = self._row(one.ask, one.records, usage, one.endpoint, LOST, one.key_id, one.model)
-                self.store.write(OpenRequest(row=row))
+        for request_id, (request, due_s) in self._open.items():
+            if due_s <= now:
+                self._open[request_id] = request, now + NOTE_S - LOOK_S / 2  # looks are not made to the millisecond
+                self.store.write(OpenRequest(row=self._row(request, request.counted.usage(), LOST)))
 
     async def follow(self) -> None:
         """Looks at the fleet again and again, also while nothing is requested. Runs until it is cancelled, and looks

@@ -66,7 +66,7 @@ class MessageBatchBody(Body):
 async def create_message_batch(gateway: Gateway, request: Request) -> Response:
     storage, tenant = storage_of(gateway), tenant_of(request).name
     with spooled() as lines:
-        await _receive(request, lines, storage, gateway.max_body_bytes)
+        await _receive(request, lines, storage, gateway.http.max_body_bytes)
         model, num_requests = await asyncio.to_thread(_check, gateway, storage, lines)
         num_bytes = lines.seek(0, os.SEEK_END)
         file_id = new_id("file-")
@@ -140,7 +140,7 @@ def _check(gateway: Gateway, storage: BatchStorage, lines: IO[bytes]) -> tuple[s
     model = model_of(gateway, read)
     gateway = gateway.owner(model)
     checker = InputChecker(
-        MESSAGES, gateway.check_batch_model, max_lines=storage.max_lines, max_line_bytes=gateway.max_body_bytes
+        MESSAGES, gateway.check_batch_model, max_lines=storage.max_lines, max_line_bytes=gateway.http.max_body_bytes
     )
     checker.read(read)
     for error in checker.errors:

@@ -56,7 +56,7 @@ async def generate(gateway: Gateway, request: Request) -> Response | EventStream
         return _loaded(gateway, request, turn, _response)
     prompt = None
     if body.raw:  # read as /v1/completions reads it
-        [prompt] = await gateway.encode([body.prompt])
+        [prompt] = await gateway.texts.encode([body.prompt])
     ask = await turn.request(gateway, request, gateway.new_id("ollama"), prompt=prompt, cut=True)
     return await _answer(gateway, request, track, body, ask, turn.tooling, _response)
 
@@ -101,7 +101,7 @@ async def _answer(
         ignored.add(f"options.{name}")
     for name in body.model_extra or {}:
         ignored.add(name)
-    if body.think and gateway.reasoning is None:
+    if body.think and gateway.texts.reasoning is None:
         ignored.add("think")
     renderer = _OllamaRenderer(gateway, ask, tooling, track, fields)
     return await send(renderer, request, track, stream=body.stream is not False, ignored=ignored)

@@ -70,7 +70,7 @@ async def _vectors(
     *,
     dimensions: int | None = None,
 ) -> tuple[list[Vector], Usage]:
-    asked = SamplingRequest(silent=True, pooling=gateway.pooling, names={"prompt": param})
+    asked = SamplingRequest(silent=True, pooling=gateway.texts.config.pooling, names={"prompt": param})
     work = vectors_of(gateway, request, track, texts, with_bound(asked, request), dimensions=dimensions)
     return await while_connected(request.scope, request.receive, work)
 

@@ -71,8 +71,8 @@ async def show(gateway: Gateway, request: Request) -> Response:
             "details": _details(gateway), "model_info": context,
             "capabilities": [
                 "completion",
-                *(["tools"] if gateway.has_tools else []),
-                *(["thinking"] if gateway.reasoning is not None else []),
+                *(["tools"] if gateway.texts.has_tools else []),
+                *(["thinking"] if gateway.texts.reasoning is not None else []),
             ],
         }
     )  # fmt: skip

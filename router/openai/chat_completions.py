@@ -129,7 +129,7 @@ class _ChatRenderer(Renderer):
         reply = reply_head(self.gateway, self.ask.request_id, "chat.completion")
         reply |= {"choices": [self._choice(one) for one in choices], "usage": usage_body(usage)}
         if self._body.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, self.gateway.tokenizer)
+            reply["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, self.gateway.texts.tokenizer)
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = self.ask.prompts[0]
         return reply
@@ -143,7 +143,7 @@ class _ChatRenderer(Renderer):
         return choice | {"token_ids": piece.token_ids} if self._body.return_token_ids else choice
 
     def _logprobs(self, piece: TextDelta) -> dict[str, Any] | None:
-        return chat_logprobs(piece.logprobs, self.gateway.tokenizer) if self._body.logprobs else None
+        return chat_logprobs(piece.logprobs, self.gateway.texts.tokenizer) if self._body.logprobs else None
 
 
 def _chunk(

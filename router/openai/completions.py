@@ -38,8 +38,8 @@ async def completions(gateway: Gateway, request: Request) -> Response | EventStr
         speculation = await speculation_params(gateway, body.speculation, body.prediction)
         sampling = replace(sampling, speculation=speculation)
     if body.structured_outputs is not None:
-        grammar = body.structured_outputs.to_grammar(compact=gateway.disable_any_whitespace)
-        await gateway.grammars.check(grammar, param="structured_outputs")
+        grammar = body.structured_outputs.to_grammar(compact=gateway.texts.config.disable_any_whitespace)
+        await gateway.texts.grammars.check(grammar, param="structured_outputs")
         sampling = replace(sampling, grammar=grammar)
     special = {"add_special_tokens": body.add_special_tokens, "split_special_tokens": body.split_special_tokens}
     prompts = await prompts_of(gateway, body.prompt, **special)
@@ -78,7 +78,7 @@ async def prompts_of(
     if given and all(isinstance(one, int) for one in given):
         return [CompletionPrompt(ids=tuple(one for one in given if isinstance(one, int)))]
     texts = [one for one in given if isinstance(one, str)]
-    encoded = await gateway.encode(
+    encoded = await gateway.texts.encode(
         texts, add_special_tokens=add_special_tokens, split_special_tokens=split_special_tokens
     )
     prompts = [CompletionPrompt(ids=ids, text=text) for ids, text in zip(encoded, texts, strict=True)]
@@ -145,7 +145,7 @@ class _CompletionRenderer(Renderer):
 
     def _choice(self, piece: TextDelta, *, opening: bool) -> dict[str, Any]:
         """`opening`: the piece is the choice's first, where an echo and the prompt's ids have their place."""
-        prompt, tokenizer = self._prompts[piece.index // self._num_returned], self.gateway.tokenizer
+        prompt, tokenizer = self._prompts[piece.index // self._num_returned], self.gateway.texts.tokenizer
         echoing = opening and bool(self._body.echo)
         choice = {
             "index": piece.index,
@@ -164,7 +164,7 @@ class _CompletionRenderer(Renderer):
     def _logprobs(self, piece: TextDelta, prompt: CompletionPrompt, *, echoing: bool) -> dict[str, Any] | None:
         if self._body.logprobs is None:
             return None
-        tokenizer = self.gateway.tokenizer
+        tokenizer = self.gateway.texts.tokenizer
         columns = CompletionLogprobs(tokenizer, self._body.logprobs)
         if echoing:
             # Special tokens that the tokenizer put round a text have no width in it.

@@ -66,7 +66,7 @@ async def embeddings(gateway: Gateway, request: Request) -> Response:
     track = track_of(request)
     body = await read_body(request, EmbeddingBody, gateway.widest)
     gateway = gateway.serving(body.model, track)
-    sampling = with_bound(body.asked(gateway.pooling), request)
+    sampling = with_bound(body.asked(gateway.texts.config.pooling), request)
     work = vectors_of(gateway, request, track, body.input, sampling, dimensions=body.dimensions)
     vectors, usage = await while_connected(request.scope, request.receive, work)
     return json_response(

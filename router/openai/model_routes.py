@@ -22,7 +22,7 @@ async def list_models(gateway: Gateway, request: Request) -> Response:
 
 
 def _names(gateway: Gateway) -> tuple[str, ...]:
-    aliases = [alias for alias in gateway.model_aliases if "*" not in alias and alias != gateway.card.name]
+    aliases = [alias for alias in gateway.card.aliases if "*" not in alias and alias != gateway.card.name]
     return (gateway.card.name, *aliases, *gateway.fleet.adapters())
 
 

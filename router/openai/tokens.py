@@ -19,20 +19,20 @@ async def tokenize(gateway: Gateway, request: Request) -> Response:
         raise InvalidRequest("Give either 'prompt' or 'messages'", param="prompt")
     if body.messages is not None:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-        ids = await gateway.encode_chat(
+        ids = await gateway.texts.encode_chat(
             [message.to_template() for message in body.messages],
             add_generation_prompt=body.add_generation_prompt,
             tools=tools,
         )
     else:
-        [ids] = await gateway.encode(
+        [ids] = await gateway.texts.encode(
             [body.prompt or ""],
             add_special_tokens=body.add_special_tokens,
             split_special_tokens=body.split_special_tokens,
         )
     reply = {"count": len(ids), "max_model_len": gateway.card.max_model_len, "tokens": ids, "token_strs": None}
     if body.return_token_strs:
-        reply["token_strs"] = [gateway.tokenizer.token_text(one) for one in ids]
+        reply["token_strs"] = [gateway.texts.tokenizer.token_text(one) for one in ids]
     return json_response(reply)
 
 
@@ -43,4 +43,4 @@ async def detokenize(gateway: Gateway, request: Request) -> Response:
         if not 0 <= token_id < gateway.card.vocab_size:
             allowed = f"token ids between 0 and {gateway.card.vocab_size - 1}"
             raise InvalidRequest(f"'tokens' has the value {token_id}: it must be made of {allowed}", param="tokens")
-    return json_response({"prompt": await gateway.tokenizer.text_of(body.tokens)})
+    return json_response({"prompt": await gateway.texts.tokenizer.text_of(body.tokens)})

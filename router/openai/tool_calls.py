@@ -51,7 +51,7 @@ def _structured(body: ChatBody, gateway: Gateway, *, has_tools: bool) -> Tooling
         raise InvalidRequest(
             f"'structured_outputs' and '{other}' exclude each other: give one of them", param="structured_outputs"
         )
-    grammar = body.structured_outputs.to_grammar(compact=gateway.disable_any_whitespace)
+    grammar = body.structured_outputs.to_grammar(compact=gateway.texts.config.disable_any_whitespace)
     return Tooling(grammar=grammar, param="structured_outputs")
 
 

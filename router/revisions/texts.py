@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from protos.errors import BatonError, IncompatibleWorkers, Misconfigured
+from protos.errors import BatonError, IncompatibleWorkers, InvalidRequest, Misconfigured
 from protos.model_files.opening import open_model
 from protos.values import WorkerInfo
 from router.fleet.fleet_revisions import FleetRevisions
-from router.router_config import RouterConfig
-from router.text.chat_template import ChatTemplate
+from router.grammar.checker import GrammarChecks
+from router.router_config import RouterConfig, TextConfig, listed_in
+from router.text.chat_template import ChatTemplate, Message
 from router.text.model_card import ModelCard
 from router.text.reasoning import Reasoning
+from router.text.sampling_request import check_length
 from router.text.tokenizer import Tokenizer
 from router.tools.formats import ToolFormat, format_of, tag_tokens
 
@@ -24,16 +27,91 @@ log = logging.getLogger("baton.router")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTexts:
-    """The parts of a gateway that depend on the model. The fields are those of `router.gateway.Gateway`. `common`:
-    equal where token ids mean the same."""
+    """How one revision of a model turns text into tokens and back.
+
+    - `tool_format`: the model's format of tool calls, None if it is unknown
+    - `tool_tokens`: the texts of that format that are single tokens, with their ids
+    - `reasoning`: the model's reasoning format, None for a model that does not reason
+    - `grammars`: shared by all revisions
+    - `common`: the fingerprint of the files; revisions in which it is equal have the same token ids
+    """
 
     card: ModelCard
     tokenizer: Tokenizer
-    template: ChatTemplate | None
-    tool_format: ToolFormat | None
-    tool_tokens: Mapping[str, int]
-    reasoning: Reasoning | None
-    common: str
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    template: ChatTemplate | None = None
+    tool_format: ToolFormat | None = None
+    tool_tokens: Mapping[str, int] = field(default_factory=dict)
+    reasoning: Reasoning | None = None
+    config: TextConfig = field(default_factory=TextConfig)
+    common: str = ""
+
+    def check_tools(self) -> None:
+        """Raises InvalidRequest where the model is shown none."""
+        if self.template is not None and not self.template.shows_tools:
+            raise InvalidRequest(
+                f"The model '{self.card.name}' does not support tools: its chat template has no place for them; "
+                "give baton one that has, with --chat-template FILE",
+                param="tools",
+            )
+
+    @property
+    def has_tools(self) -> bool:
+        """Can the model be shown tools, and its calls be read?"""
+        return self.template is not None and self.template.shows_tools and self.tool_format is not None
+
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool | None = None, split_special_tokens: bool | None = None
+    ) -> list[tuple[int, ...]]:
+        """Token ids of each prompt, with what the tokenizer puts round a text unless `add_special_tokens` is False.
+        Raises ContextLengthExceeded before reading a text that cannot fit."""
+        for text in texts:
+            check_length(self.tokenizer.min_tokens(text), self.card, is_least=True)
+        add_special_tokens = add_special_tokens is not False
+        if self.config.split_special_tokens if split_special_tokens is None else split_special_tokens:
+            controls = self.tokenizer.controls if self.template is None else self.template.controls
+            return await self.tokenizer.encode_plain(texts, controls, add_special_tokens=add_special_tokens)
+        return await self.tokenizer.encode(texts, add_special_tokens=add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        param: str = "messages",
+    ) -> tuple[int, ...]:
+        """The prompt of a conversation, which the client gave as `param`. Raises InvalidRequest for a model without a
+        chat template, and with the template's words."""
+        if self.template is None:
+            raise InvalidRequest(
+                f"The model '{self.card.name}' has no chat template: send its prompt to /v1/completions",
+                param=param,
+            )
+        if tools:
+            self.check_tools()
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        elif add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other: set one of them to false",
+                param="continue_final_message",
+            )
+        try:
+            rendered = await self.template.prompt(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                options=options,
+                tools=tools,
+            )
+        except InvalidRequest as error:
+            error.param = param if error.param == "messages" else error.param
+            raise
+        check_length(self.tokenizer.min_tokens(rendered.text), self.card, param=param, is_least=True)
+        return await self.tokenizer.encode_rendered(rendered)
 
 
 def open_texts(config: RouterConfig, *, model: Path | None = None, max_model_len: int | None = None) -> ModelTexts:
@@ -45,13 +123,15 @@ def open_texts(config: RouterConfig, *, model: Path | None = None, max_model_len
     template = ChatTemplate.load(files, tokenizer.named_tokens, tokenizer.added_tokens, file=config.text.chat_template)
     reasoning = _reasoning(config.text.reasoning_parser, template, tokenizer)
     tool_format = _tool_format(config.text.tool_parser, template, reasoning)
+    card = ModelCard.load(files, config.model_name, max_model_len=max_model_len, sampling=config.text.sampling)
     return ModelTexts(
-        card=ModelCard.load(files, config.model_name, max_model_len=max_model_len, sampling=config.text.sampling),
+        card=replace(card, aliases=listed_in(config.model_aliases)),
         tokenizer=tokenizer,
         template=template,
         tool_format=tool_format,
         tool_tokens=tag_tokens(tool_format, tokenizer.vocabulary) if tool_format is not None else {},
         reasoning=reasoning,
+        config=config.text,
         common=files.fingerprint(),
     )
 
@@ -77,10 +157,9 @@ class RevisionTexts:
         """Cards of every revision that the fleet has had."""
         return {revision: texts.card for revision, texts in self._known.items()}
 
-    def current(self) -> ModelTexts | None:
-        """The texts of a request that begins now; None for those of the first revision."""
-        revision = self._begin()
-        return self._known[revision] if revision else None
+    def current(self) -> ModelTexts:
+        """The texts of a request that begins now."""
+        return self._known[self._begin()]
 
     def check(self, model: Path) -> str:
         """Reads the texts of a model that is about to be rolled out, and drops them. Returns the fingerprint of its
@@ -101,7 +180,7 @@ class RevisionTexts:
                     param="model",
                 ) from error
             card = replace(texts.card, revision=info.revision)
-            self._known[info.revision] = replace(texts, card=card)
+            self._known[info.revision] = replace(texts, card=card, grammars=self._known[""].grammars)
             log.info("requests may be served by revision %s from now on: %s", info.revision, info.model_path)
         return self._known[info.revision].common
 

@@ -26,14 +26,12 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from protos.errors import code_of
 from protos.event_loop import loop_time
 from protos.release import VERSION
+from router.request_observer import EndedRequest, ObservedRequest, arrival
 from router.router_config import TelemetryConfig
-from router.telemetry.spans import Arrival, Attribute, EndedChoice, EndedRequest, arrival, spans_of
+from router.telemetry.spans import Attribute, EndedChoice, TracedRequest, spans_of
 from router.text.sampling_request import TextRequest
-from router.text.text_stream import Usage
-from router.traces.request_trace import RequestTrace
 
 MAX_QUEUED = 2048
 MAX_BATCH = 512
@@ -66,32 +64,24 @@ class TraceExporter(Collector):
     def outcomes(self) -> Mapping[str, int]:
         return {**self._exporter.outcomes, "dropped": self._num_dropped}
 
-    def arrived(self, traceparent: str) -> None:
-        """A request's head is there; called by the task that answers it."""
-        arrival.set(Arrival(at_s=loop_time(), parent=parse_traceparent(traceparent)))
+    def began(self, request: ObservedRequest) -> None: ...
 
-    def ended(
-        self,
-        ask: TextRequest,
-        records: Sequence[RequestTrace],
-        usage: Usage,
-        endpoint: str,
-        error: BaseException | None,
-    ) -> None:
+    def ended(self, ended: EndedRequest) -> None:
         """Exports a request that is sampled: by its caller if that has decided, else by `sample`."""
-        came = arrival.get()
-        parent = came.parent if came is not None else None
+        came, (ask, records, _, endpoint, _, _) = arrival.get(), ended.request
+        parent = parse_traceparent(came.traceparent) if came is not None and came.traceparent else None
         if not records or not self._is_sampled(parent):
             return
         if self._num_queued - self._exporter.num_taken >= MAX_QUEUED:
             self._num_dropped += 1
             return
         now, received_s = loop_time(), records[0].received_s
-        firsts = [one.timestamps.first_s for one in records if one.timestamps.first_s is not None]
-        record = EndedRequest(
+        firsts = [trace.timestamps.first_s for trace in records if trace.timestamps.first_s is not None]
+        record = TracedRequest(
             trace_id=parent.trace_id if parent is not None else random.getrandbits(128) or 1,
             wall_offset_s=time.time() - now,
-            arrival=came or Arrival(at_s=received_s, parent=None),
+            parent=parent,
+            arrived_s=came.at_s if came is not None else received_s,
             received_s=received_s,
             first_s=min(firsts, default=None),
             ended_s=now,
@@ -100,11 +90,11 @@ class TraceExporter(Collector):
             response_id=ask.request_id,
             tenant=ask.tenant.name,
             attributes=_parameters(ask),
-            choices=tuple(EndedChoice(events=tuple(one.events), finish=one.outcome) for one in records),
-            num_prompt=usage.prompt_tokens,
-            num_cached=usage.cached_tokens,
-            num_output=usage.completion_tokens,
-            code="" if error is None else code_of(error),
+            choices=tuple(EndedChoice(events=tuple(trace.events), finish=trace.outcome) for trace in records),
+            num_prompt=ended.usage.prompt_tokens,
+            num_cached=ended.usage.cached_tokens,
+            num_output=ended.usage.completion_tokens,
+            code="" if ended.error is None else ended.outcome,
         )
         self._num_queued += 1
         self._processor.on_end(QueuedRequest(record))
@@ -130,7 +120,7 @@ class TraceExporter(Collector):
 class QueuedRequest(ReadableSpan):
     """A request in the SDK's queue. Its spans are made when they are sent."""
 
-    def __init__(self, record: EndedRequest) -> None:
+    def __init__(self, record: TracedRequest) -> None:
         super().__init__("", context=_context(record.trace_id, 1), resource=_NO_RESOURCE)
         self.record = record
 
@@ -170,7 +160,7 @@ def parse_traceparent(header: str) -> SpanContext | None:
     return context if context.is_valid else None
 
 
-def readable_spans(record: EndedRequest, resource: Resource) -> Iterator[ReadableSpan]:
+def readable_spans(record: TracedRequest, resource: Resource) -> Iterator[ReadableSpan]:
     for span in spans_of(record):
         yield ReadableSpan(
             span.name,

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
 
 from opentelemetry.trace import SpanContext, SpanKind
 
@@ -36,17 +35,6 @@ OPERATIONS = {
     "ollama.embed": "embeddings",
 }
 """`gen_ai.operation.name` by endpoint; all others are `chat`."""
-
-
-class Arrival(Value, frozen=True, kw_only=True):
-    """When a request's head came, by the event loop's clock, and its caller's span."""
-
-    at_s: float
-    parent: SpanContext | None
-
-
-arrival: ContextVar[Arrival | None] = ContextVar("arrival", default=None)
-"""The arrival of the request that this task answers. The faces set it where traces are exported."""
 
 
 class TraceSpan(Value, frozen=True, kw_only=True):
@@ -71,12 +59,13 @@ class EndedChoice(Value, frozen=True, kw_only=True):
     finish: str
 
 
-class EndedRequest(Value, frozen=True, kw_only=True):
-    """A request that has ended. `code` is an error's, "" without one."""
+class TracedRequest(Value, frozen=True, kw_only=True):
+    """An ended request. Times are by the event loop's clock. `code` is an error's, "" without one."""
 
     trace_id: int
     wall_offset_s: float  # the wall clock's time less the event loop's
-    arrival: Arrival
+    parent: SpanContext | None  # the client's span
+    arrived_s: float
     received_s: float
     first_s: float | None
     ended_s: float
@@ -99,13 +88,13 @@ def new_span_id() -> int:
     return random.getrandbits(64) or 1
 
 
-def spans_of(record: EndedRequest) -> list[TraceSpan]:
+def spans_of(record: TracedRequest) -> list[TraceSpan]:
     """The root first."""
-    root, begun_s = new_span_id(), record.arrival.at_s
+    root, begun_s = new_span_id(), record.arrived_s
     spans = [
         TraceSpan(
             span_id=root,
-            parent_id=record.arrival.parent.span_id if record.arrival.parent is not None else 0,
+            parent_id=record.parent.span_id if record.parent is not None else 0,
             name=f"{_operation(record)} {record.model}",
             start_s=begun_s,
             end_s=record.ended_s,
@@ -128,11 +117,11 @@ def spans_of(record: EndedRequest) -> list[TraceSpan]:
     return spans
 
 
-def _operation(record: EndedRequest) -> str:
+def _operation(record: TracedRequest) -> str:
     return OPERATIONS.get(record.endpoint, "chat")
 
 
-def _of_request(record: EndedRequest) -> Mapping[str, Attribute]:
+def _of_request(record: TracedRequest) -> Mapping[str, Attribute]:
     known: dict[str, Attribute] = {
         "gen_ai.operation.name": _operation(record),
         "gen_ai.provider.name": "baton",
@@ -146,7 +135,7 @@ def _of_request(record: EndedRequest) -> Mapping[str, Attribute]:
         "baton.endpoint": record.endpoint,
     }
     if record.first_s is not None:
-        known["gen_ai.response.time_to_first_chunk"] = record.first_s - record.arrival.at_s
+        known["gen_ai.response.time_to_first_chunk"] = record.first_s - record.arrived_s
     if record.tenant:
         known["baton.tenant"] = record.tenant
     return {**known, **record.attributes}

@@ -47,6 +47,7 @@ class ModelCard:
     family: str = ""
     num_bytes: int = 0
     hub: str = ""
+    aliases: tuple[str, ...] = ()  # patterns of further names of the model
 
     @classmethod
     def load(cls, files: ModelFiles, name: str, *, max_model_len: int | None = None, sampling: str = "") -> ModelCard:

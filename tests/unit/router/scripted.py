@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, cast
 
@@ -19,9 +19,12 @@ from uvicorn.server import ServerState
 from protos.errors import NotFound, WorkerLost
 from protos.values import Adapter, FinishReason, Logprobs, Profile, TokenLogprob, WorkerInfo, WorkerLoad, WorkerStats
 from router.app import create_app
+from router.auth.auth import AccessControl
 from router.gateway import Gateway
 from router.http.protocol import HttpProtocol
 from router.jobs import AdapterReport, Job, TokenDelta
+from router.revisions.texts import ModelTexts
+from router.router_config import HttpConfig, TextConfig
 from router.text.chat_template import ChatTemplate
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
@@ -231,14 +234,24 @@ def make_gateway(generate: Any, **changes: Any) -> Gateway:
         vocab_size=512,
         eos_token_ids=frozenset({tokenizer_end(tokenizer)}),
         temperature=0.7,
+        aliases=changes.pop("model_aliases", ()),
     )
-    fields: dict[str, Any] = {
-        "card": card,
-        "template": ChatTemplate(TEMPLATE, named_tokens=tokenizer.named_tokens, added_tokens=tokenizer.added_tokens),
-        "fleet": Crew(),
-        "wall_clock": lambda: 1_700_000_000.5,
-    }
-    return Gateway(tokenizer=tokenizer, generate=generate, **(fields | changes))
+    template = ChatTemplate(TEMPLATE, named_tokens=tokenizer.named_tokens, added_tokens=tokenizer.added_tokens)
+    parts: dict[str, Any] = {"card": card, "tokenizer": tokenizer, "template": template} | changes
+    http, parts["config"] = _taken(HttpConfig, parts), _taken(TextConfig, parts)
+    texts = _taken(ModelTexts, parts)
+    access = parts.setdefault("access", AccessControl())
+    observers = (access.metrics, parts["ledger"]) if parts.get("ledger") else (access.metrics,)
+    given: dict[str, Any] = {"fleet": Crew(), "wall_clock": lambda: 1_700_000_000.5, "observers": observers} | parts
+    return Gateway(texts=texts, http=http, generate=generate, **given)
+
+
+def _taken(kind: type[Any], parts: dict[str, Any]) -> Any:
+    return kind(**{field.name: parts.pop(field.name) for field in fields(kind) if field.name in parts})
+
+
+def with_card(gateway: Gateway, **changes: Any) -> Gateway:
+    return replace(gateway, texts=replace(gateway.texts, card=replace(gateway.card, **changes)))
 
 
 @asynccontextmanager

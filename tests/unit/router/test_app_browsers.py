@@ -34,7 +34,7 @@ async def test_a_page_of_a_known_origin_may_ask() -> None:
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization",
     }
-    async with visiting(cors_origins=(PAGE,)) as client:
+    async with visiting(cors_origins=PAGE) as client:
         may = await client.options("/v1/chat/completions", headers=asking)
         answer = await client.post("/v1/completions", json=PROMPT | {"stream": False}, headers={"origin": PAGE})
         refusal = await client.post("/v1/completions", json={}, headers={"origin": PAGE})
@@ -47,8 +47,8 @@ async def test_a_page_of_a_known_origin_may_ask() -> None:
     assert refusal.status_code == 400
 
 
-@pytest.mark.parametrize("origins", [(), ("https://other.example",)])
-async def test_any_other_page_may_not(origins: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("origins", ["", "https://other.example"])
+async def test_any_other_page_may_not(origins: str) -> None:
     async with visiting(cors_origins=origins) as client:
         answer = await client.post("/v1/completions", json=PROMPT, headers={"origin": PAGE})
     assert "access-control-allow-origin" not in answer.headers
@@ -71,7 +71,7 @@ async def test_any_other_page_may_not(origins: tuple[str, ...]) -> None:
 )
 async def test_a_foreign_page_operates_nothing(headers: dict[str, str], status: int) -> None:
     body = b'{"name": "sql", "path": "/sql"}'
-    async with visiting(hosts=("baton.example",)) as client:
+    async with visiting(hosts="baton.example") as client:
         operated = await client.post("/admin/adapters", content=body, headers=headers)
         asked = await client.post("/v1/completions", json=PROMPT | {"stream": False}, headers=headers | JSON)
         page = await client.get("/", headers={name: headers[name] for name in ("host",) if name in headers})
@@ -90,7 +90,7 @@ async def test_with_keys_a_gateway_has_any_name(tmp_path: Path) -> None:
 
 async def test_comments_come_while_a_prompt_is_read_and_the_answer_after_them() -> None:
     gate, say = asyncio.Event(), saying("hi")
-    async with visiting(lambda job: [gate, *say(job)], keep_alive_s=0.01) as client:
+    async with visiting(lambda job: [gate, *say(job)], keep_alive_s=0.1) as client:
         lines = []
         async with client.stream("POST", "/v1/completions", json=PROMPT) as response:
             assert response.status_code == 200
@@ -109,14 +109,14 @@ async def test_openais_client_passes_over_comments() -> None:
         asyncio.get_running_loop().call_later(0.05, gate.set)
         return [gate, *say(job)]
 
-    async with talking(script, keep_alive_s=0.01) as (client, _):
+    async with talking(script, keep_alive_s=0.1) as (client, _):
         stream = await client.completions.create(model="tiny", prompt="hello", stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == "hi"
 
 
 async def test_after_a_comment_a_failure_is_an_event() -> None:
     gate = asyncio.Event()
-    async with visiting(lambda job: [gate, NoWorkers("nobody is there")], keep_alive_s=0.01) as client:
+    async with visiting(lambda job: [gate, NoWorkers("nobody is there")], keep_alive_s=0.1) as client:
         lines = []
         async with client.stream("POST", "/v1/completions", json=PROMPT) as response:
             async for line in response.aiter_lines():

@@ -36,8 +36,10 @@ def opened(**changes: Any) -> Gateway:
 async def test_a_conversation_becomes_the_tokens_that_transformers_makes_of_it() -> None:
     gateway, theirs = opened(), PreTrainedTokenizerFast.from_pretrained(DEMO)
     expected = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
-    assert list(await gateway.encode_chat(TALK)) == expected
-    assert (await gateway.encode(["def f(x):"], add_special_tokens=True))[0] == tuple(theirs("def f(x):").input_ids)
+    assert list(await gateway.texts.encode_chat(TALK)) == expected
+    assert (await gateway.texts.encode(["def f(x):"], add_special_tokens=True))[0] == tuple(
+        theirs("def f(x):").input_ids
+    )
 
 
 async def test_the_demo_models_template_shows_tools_and_their_calls() -> None:
@@ -50,9 +52,9 @@ async def test_the_demo_models_template_shows_tools_and_their_calls() -> None:
         {"role": "tool", "content": "4", "tool_call_id": "1"},
     ]
     expected = theirs.apply_chat_template(asked, tools=tools, add_generation_prompt=True, return_dict=False)
-    assert list(await gateway.encode_chat(asked, tools=tools)) == expected
-    gateway.check_tools()
-    assert gateway.tool_format is not None
+    assert list(await gateway.texts.encode_chat(asked, tools=tools)) == expected
+    gateway.texts.check_tools()
+    assert gateway.texts.tool_format is not None
     assert BoundedTemplate(json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"]).is_quick
 
 
@@ -64,7 +66,7 @@ async def test_the_card_tells_the_models_limits_and_defaults() -> None:
     assert (card.temperature, card.top_p) == (generation["temperature"], generation["top_p"])
     assert card.eos_token_ids == set(generation["eos_token_id"])
     assert card.fingerprint == opened().card.fingerprint
-    assert gateway.max_body_bytes == 2000
+    assert gateway.http.max_body_bytes == 2000
 
 
 def write(folder: Path, **files: dict[str, Any]) -> None:

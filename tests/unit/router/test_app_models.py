@@ -23,7 +23,7 @@ from router.gateway import Gateway
 from router.models.models_app import beside_each_other, create_models_app, front_of
 from router.models.models_metrics import ModelsCollector
 from router.request_metrics import RequestMetrics
-from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving_app
+from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving_app, with_card
 from tests.unit.router.test_app_adapters import MESSAGES, REQUESTS
 
 SQL = Adapter(adapter_id="ab" * 16, name="sql", path="/adapters/sql", rank=8, num_bytes=4096)
@@ -32,8 +32,9 @@ SQL = Adapter(adapter_id="ab" * 16, name="sql", path="/adapters/sql", rank=8, nu
 def model(name: str, says: str, **given: Any) -> tuple[Gateway, Crew]:
     crew = Crew(Worker(worker_id=f"{name}-decode-0"))
     made = make_gateway(Scripted(saying(says)), fleet=crew)
-    card = replace(made.card, name=name, max_model_len=32 if name == "small" else 64)
-    return replace(made, card=card, metrics=RequestMetrics(model=name), **given), crew
+    aliases = given.pop("model_aliases", ())
+    made = with_card(made, name=name, aliases=aliases, max_model_len=32 if name == "small" else 64)
+    return replace(made, metrics=RequestMetrics(model=name), **given), crew
 
 
 @asynccontextmanager

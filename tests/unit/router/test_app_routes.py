@@ -66,11 +66,11 @@ async def test_a_body_that_is_no_request_is_refused(path: str, content: bytes, t
 
 
 async def test_a_body_over_the_limit_is_refused_before_it_is_sent() -> None:
-    async with visiting(max_body_bytes=1000) as (client, _):
-        response = await client.post("/v1/completions", content=b"x" * 1001)
-        assert (await client.post("/v1/completions", content=b"x" * 1000)).status_code == 400
+    async with visiting(max_body_bytes=1024) as (client, _):
+        response = await client.post("/v1/completions", content=b"x" * 1025)
+        assert (await client.post("/v1/completions", content=b"x" * 1024)).status_code == 400
     assert response.status_code == 413
-    assert "1001 bytes is too large: at most 1000 bytes" in error_of(response)["message"]
+    assert error_of(response)["code"] == "payload_too_large"
 
 
 async def test_a_body_of_unknown_length_is_refused_when_it_passes_the_limit() -> None:
@@ -78,7 +78,7 @@ async def test_a_body_of_unknown_length_is_refused_when_it_passes_the_limit() ->
         for _ in range(100):
             yield b"x" * 100
 
-    async with visiting(max_body_bytes=1000) as (client, _):
+    async with visiting(max_body_bytes=1024) as (client, _):
         response = await client.post("/v1/completions", content=endless())
         assert response.status_code == 413
         assert error_of(response)["code"] == "payload_too_large"

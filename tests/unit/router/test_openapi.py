@@ -108,11 +108,11 @@ async def test_failures_are_as_described(path: str, no_room: int, no_worker: int
 @pytest.mark.parametrize("path", BODIES)
 async def test_refusals_are_as_described(path: str) -> None:
     body = BODIES[path]
-    async with visiting(max_body_bytes=1000) as visitor:
+    async with visiting(max_body_bytes=1024) as visitor:
         answers = [
             await visitor.ask("POST", path, json={}),
             await visitor.ask("POST", path, json=body | {"model": "other"}),
-            await visitor.ask("POST", path, content=b"x" * 1001),
+            await visitor.ask("POST", path, content=b"x" * 1025),
             await visitor.ask("POST", path, json=body, headers={"content-encoding": "gzip"}),
             await visitor.ask("POST", path, json=body, headers={"x-long": "x" * 2**16}),
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from router.streaming.token_sink import compiled
 from tests.unit.router.reasoning_model import ALWAYS, HARMONY, HYBRID, MISTRAL, OPENED, Worker, reasoning_model, tagged
-from tests.unit.router.scripted import ids_of, make_gateway, serving
+from tests.unit.router.scripted import ids_of, make_gateway, serving, with_card
 from workers.grammar.guidance import without_specials
 
 SAID = "<think>\nthe quick <brown> fox\n</think>\n\nthe lazy dog"
@@ -35,7 +34,7 @@ async def asking(text: str = SAID, template: str = HYBRID, name: str = "qwen3") 
     gateway = make_gateway(worker, **reasoning_model(template, name))
     ends = frozenset(ids_of("<|return|>", tagged())) if name == "gpt_oss" else gateway.card.eos_token_ids
     async with (
-        serving(replace(gateway, card=replace(gateway.card, max_model_len=4096, eos_token_ids=ends))) as url,
+        serving(with_card(gateway, max_model_len=4096, eos_token_ids=ends)) as url,
         httpx.AsyncClient(base_url=url, verify=False, timeout=60) as http,
     ):
         yield http, worker

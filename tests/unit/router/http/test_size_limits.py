@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -16,7 +15,7 @@ from router.http import body as bodies
 from router.http.size_limits import MAX_PIECES
 from router.text.model_card import ModelCard
 from router.text.sampling_request import MAX_CHOICES
-from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
+from tests.unit.router.scripted import Scripted, make_gateway, saying, serving, with_card
 
 CONTEXT = 256  # of make_gateway's model
 SAID = {"role": "user", "content": "x"}
@@ -203,7 +202,7 @@ CALLING: dict[str, Body] = {
 async def test_nested_arguments_are_served_or_refused(path: str, levels: int) -> None:
     """Arguments that a client sends as text stay text if they are nested too deeply."""
     gateway = make_gateway(Scripted(saying("hi")))
-    gateway = replace(gateway, card=replace(gateway.card, max_model_len=8192))
+    gateway = with_card(gateway, max_model_len=8192)
     body = json.dumps({"model": "tiny"} | CALLING[path]).replace(f'"{DEEP}"', DEEP)
     body, headers = body.replace(DEEP, "[" * levels + "]" * levels), {"content-type": "application/json"}
     async with serving(gateway) as url, httpx.AsyncClient(base_url=url, verify=False, timeout=60.0) as client:

@@ -20,6 +20,7 @@ from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList
 from router.ledger.request_ledger import RequestLedger
 from router.ledger.rows import OpenRequest, Written
+from router.request_observer import EndedRequest, ObservedRequest
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import UsageCounter
 
@@ -52,7 +53,8 @@ def test_a_request_is_noted_after_a_second_then_every_two(clock: Clock) -> None:
     written: list[Written] = []
     ledger, ask = ledger_of(SimpleNamespace(write=written.append)), asked("r")
     counted = UsageCounter(ask)
-    ledger.begun(ask, [], counted, "completions", "", "demo")
+    request = ObservedRequest(ask, [], counted, "completions", "", "demo")
+    ledger.began(request)
     noted = []
     for second in range(8):
         clock.now = 1000.0 + second + 0.01 * (second % 2)  # looks are not made to the millisecond
@@ -60,7 +62,7 @@ def test_a_request_is_noted_after_a_second_then_every_two(clock: Clock) -> None:
         noted.append(len(written))
     assert noted == [0, 1, 1, 2, 2, 3, 3, 4]
     assert all(isinstance(record, OpenRequest) for record in written)
-    ledger.ended(ask, [], counted.usage(), "completions", None, "", "demo")
+    ledger.ended(EndedRequest.of(request, None))
     clock.now += 100.0
     ledger.note_open()
     assert len(written) == noted[-1] + 1, "the row, and no note after it"
@@ -82,7 +84,7 @@ def test_rows_are_gathered_and_closing_does_not_wait(
     ledger = ledger_of(store)
     for name in ("a", "b", "c"):
         ask = asked(name)
-        ledger.ended(ask, [], UsageCounter(ask).usage(), "completions", None, "", "demo")
+        ledger.ended(EndedRequest.of(ObservedRequest(ask, [], UsageCounter(ask), "completions", "", "demo"), None))
     store.close()
     with closing(sqlite3.connect(path)) as database:
         assert database.execute("SELECT count(*) FROM requests").fetchone() == (3,)

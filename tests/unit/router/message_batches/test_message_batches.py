@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from protos.errors import InvalidRequest
 from router.message_batches.requests_reader import RequestsReader
 from router.models.models_app import create_models_app
 from tests.unit.router.batches.batching import Batching
-from tests.unit.router.scripted import Script, saying, serving, serving_app
+from tests.unit.router.scripted import Script, saying, serving, serving_app, with_card
 from tests.unit.router.sdk_types import read_as
 
 PATH = "/v1/messages/batches"
@@ -197,7 +196,7 @@ async def test_a_batch_of_two_models_is_refused_by_the_request_of_the_second(tmp
     """It was taken, and ended without results or a reason."""
     made = Batching(tmp_path)
     tiny = made.gateway()
-    small = replace(tiny, card=replace(tiny.card, name="small"))
+    small = with_card(tiny, name="small")
     try:
         async with (
             serving_app(create_models_app([tiny, small])) as url,

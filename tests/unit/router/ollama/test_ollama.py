@@ -153,7 +153,7 @@ async def test_a_silent_stream_has_its_head_and_no_other_line() -> None:
         return [computed, *token_deltas([5, 6, 7], job)]
 
     async with (
-        asking(script, keep_alive_s=0.01) as (http, _),
+        asking(script, keep_alive_s=0.1) as (http, _),
         http.stream("POST", "/api/chat", json=HELLO) as answer,
     ):
         computed.set()

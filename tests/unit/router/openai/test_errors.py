@@ -50,7 +50,7 @@ async def test_a_deadline_that_passes_here_is_the_servers_error(stream: bool) ->
 
 
 async def test_a_body_that_is_too_large_keeps_its_status() -> None:
-    async with talking(max_body_bytes=1000) as (client, _):
+    async with talking(max_body_bytes=1024) as (client, _):
         with pytest.raises(openai.APIStatusError, match="too large") as refused:
-            await client.completions.create(model="tiny", prompt="x" * 1000)
+            await client.completions.create(model="tiny", prompt="x" * 1024)
     assert (refused.value.status_code, refused.value.code) == (413, "payload_too_large")

@@ -10,7 +10,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 
 from router.router_config import TelemetryConfig
 from router.telemetry.exporter import QueuedRequest, RequestExporter, parse_traceparent, readable_spans
-from router.telemetry.spans import Arrival, EndedChoice, EndedRequest, TraceSpan, spans_of
+from router.telemetry.spans import EndedChoice, TracedRequest, TraceSpan, spans_of
 from router.traces.request_trace import EventKind, TraceEvent
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -18,11 +18,12 @@ CALLER = "00f067aa0ba902b7"
 PARENT = SpanContext(int(TRACE, 16), int(CALLER, 16), is_remote=True, trace_flags=TraceFlags(1))
 
 
-def record(*choices: list[TraceEvent], finish: str = "stop", code: str = "") -> EndedRequest:
-    return EndedRequest(
+def record(*choices: list[TraceEvent], finish: str = "stop", code: str = "") -> TracedRequest:
+    return TracedRequest(
         trace_id=PARENT.trace_id,
         wall_offset_s=1e9,
-        arrival=Arrival(at_s=0.0, parent=PARENT),
+        parent=PARENT,
+        arrived_s=0.0,
         received_s=1.0,
         first_s=4.0,
         ended_s=20.0,
