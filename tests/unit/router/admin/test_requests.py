@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain, repeat
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from protos.values import SamplingParams
+from router.admin.requests import ahead_s
 from router.jobs import Job
 from router.router_metrics import Scraped, prediction_metrics
 from router.traces.request_trace import MAX_CHUNKS, RequestTraces
@@ -128,3 +130,13 @@ async def test_a_shadow_scores_and_does_not_act(make: Callable[..., Cluster]) ->
     assert 'baton_shadow_decisions_total{policy="round_robin"} 1.0' in told
     assert 'baton_predictions_total{what="ttft",worker="c0"} 1.0' in told
     assert 'baton_prediction_error_seconds{what="tpot",worker="c0"}' in told
+
+
+def test_a_process_that_is_interrupted_while_it_reads_its_clocks_is_not_off() -> None:
+    own = chain([1.0, 3.0, 3.0, 3.0], repeat(3.0))  # interrupted for two seconds between the first two
+    assert ahead_s(lambda: 103.0, lambda: next(own)) == 100.0
+
+
+def test_it_is_the_difference_of_two_clocks_that_go_on() -> None:
+    ticks: Iterator[int] = iter(range(100))
+    assert abs(ahead_s(lambda: 50.0 + next(ticks), lambda: float(next(ticks))) - 50.0) < 1.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Many
 
 from protos.values import SamplingParams, SpeculationParams
 from tests.contract.test_proposers import Sequence
-from tests.unit.workers.speculation.test_head_proposer import BLOCK, CountingHead
+from tests.unit.workers.speculation.proposers.test_head_proposer import BLOCK, CountingHead
 from tests.unit.workers.speculation.test_queries import Counting
 from workers.batch import Batch, Row, Sample
 from workers.speculation.payoff import EARLY_STEPS, MOST_PAUSE_STEPS, PAUSE_STEPS, TRIAL_STEPS, WARM_UP_STEPS

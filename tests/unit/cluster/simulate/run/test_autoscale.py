@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.capacity.simulated_changes import run
 from cluster.bench.bench_load import Lengths
 from cluster.bench.bench_report import Objective
 from cluster.config.cluster_config import PoolsConfig, SupervisionConfig
@@ -14,9 +15,9 @@ from cluster.simulate.run.autoscale import MAX_RECORDS, PlannedRun, autoscaling,
 from cluster.simulate.run.simulation import simulate
 from cluster.simulate.run.simulation_config import SimulationConfig, hardware_spec, simulated_router
 from cluster.simulate.world.simulated_load import GeneratedLoad, generated
-from protos.errors import Misconfigured
+from protos.errors import Misconfigured, NoWorkers
 from protos.values import WorkerRole
-from router.fleet_owner import ChangeState
+from router.fleet_owner import ChangeState, OrderKind
 
 DEVICES = {WorkerRole.PREFILL: 1, WorkerRole.DECODE: 1}
 OBJECTIVE = Objective(ttft_s=2.0, tpot_s=0.02)
@@ -114,3 +115,10 @@ def test_what_waits_in_line_is_late_for_the_planner_too() -> None:
 def test_bounds_and_objective_are_needed(within: str, objective: Objective) -> None:
     with pytest.raises(Misconfigured):
         planner_settings(within, objective, 0.95, DEVICES)
+
+
+def test_no_request_notices_that_workers_come_go_and_change_their_roles() -> None:
+    outcome, changes = run(seed=2, num_changes=8, period_s=0.6)
+    assert {change.kind for change in changes} == {OrderKind.SCALE, OrderKind.FLIP}
+    assert not any(failure.code == NoWorkers.code for failure in outcome.failures), "some worker serves at any time"
+    assert any(change.state == "reached" for change in changes)

@@ -14,6 +14,7 @@ import pytest
 
 from cluster.bench.bench_load import PrefixSpan
 from cluster.bench.bench_report import Objective
+from cluster.config.cluster_config import PoolsConfig
 from cluster.simulate.node.itl import Gaps
 from cluster.simulate.node.simulated_worker import SimulatedWorker
 from cluster.simulate.results.summary import summarise
@@ -25,7 +26,7 @@ from cluster.simulate.world.network import Network, NetworkModel
 from cluster.simulate.world.simulated_lanes import Cards, Lanes
 from cluster.simulate.world.simulated_load import GENERATED, SessionTurn, UserSession
 from protos.values import Health, ReserveRequest, WorkerRole
-from tests.unit.cluster.simulate.towns import sessions, town
+from tests.unit.cluster.simulate.towns import run, sessions, town
 
 ROOT = Path(__file__).resolve().parents[5]
 
@@ -268,3 +269,14 @@ def test_a_worker_that_never_starts_ends_the_simulation(
     monkeypatch.setattr(SimulatedWorker, method, fail)
     with pytest.raises(seen, match=r"a bug|the supervisor met a fault of our own"):
         simulate(town(), sessions(num=1))
+
+
+DIES_S, LOADS_S = 1.0, 200.0
+
+
+def test_answers_wait_for_a_checkpoint_that_takes_minutes_to_load() -> None:
+    outcome, _ = run(f"{DIES_S} kill colocated-0", pools=PoolsConfig(colocated=1), load_s=LOADS_S)
+    begun = [record for record in outcome.records if record.arrivals_s and record.arrivals_s[0] < LOADS_S + DIES_S]
+    resumed = [finding for finding in begun if finding.error or finding.arrivals_s[-1] > LOADS_S + DIES_S]
+    assert resumed, "some answers had begun when the only worker died"
+    assert not [finding.error for finding in resumed if finding.error]
