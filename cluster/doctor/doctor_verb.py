@@ -30,7 +30,7 @@ def doctor(
         typer.echo(json.dumps(_view(seen, found), indent=2))
     else:
         probes = [probe for one in seen for probe in one.probes]
-        for line in (*map(measured, probes), *_left_out(seen), *map(described, found)):
+        for line in (*map(measured, probes), *_moved(seen), *_left_out(seen), *map(described, found)):
             typer.echo(line)
         typer.echo(summary(seen, found))
     faults = any(one.severity is Severity.FAULT for one in found)
@@ -61,6 +61,17 @@ def _speed(one: LaneSpeed) -> str:
     return f"{one.num_bytes / (one.lane_s or one.seconds) / 1e9:.3f} GB/s"
 
 
+def _moved(seen: Sequence[Examination]) -> list[str]:
+    """Repositories of which main has another commit than the one that is served, which a pinned revision may want."""
+    return [
+        f"{name.repository}: commit {name.revision[:12]} is served, main is {latest[:12]}: `baton roll --model "
+        f"{name.repository}@main` brings it"
+        for one in seen
+        for name in one.hub_names
+        if (latest := one.hub_commits.get(name.repository, "")) not in ("", name.revision)
+    ]
+
+
 def _left_out(seen: Sequence[Examination]) -> list[str]:
     left = (
         (seen[0].unseen, "more model"),
@@ -81,6 +92,7 @@ def _view(seen: Sequence[Examination], found: Sequence[Finding]) -> dict[str, An
         "num_ports_left_out": sum(one.untried for one in seen),
         "num_models_left_out": first.unseen,
         "redis": redis,
+        "hub_commits": {name: commit for one in seen for name, commit in one.hub_commits.items()},
         "clock_ahead_s": first.clock_ahead_s,
         "num_models": len(seen),
         "num_workers": sum(len(one.workers) for one in seen),

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from protos.model_files.hub_name import HubName
+
 View = Mapping[str, Any]
 
 
@@ -114,6 +116,7 @@ class Examination:
     - `tls_error`: why its certificate is not accepted
     - `clock_ahead_s`: the gateway's clock less this host's; None if it sent none
     - `certificates`: when each certificate ends, in seconds since 1970
+    - `hub_commits`: the commit that main has now of each served repository of the Hugging Face hub, if the hub answers
     - `unprobed`, `untried`: lanes and ports for which there was no time; `unseen`: other models behind the address
     """
 
@@ -130,6 +133,7 @@ class Examination:
     host: HostFacts | None = None
     redis: RedisFacts | None = None
     probes: Sequence[LaneProbe] = ()
+    hub_commits: Mapping[str, str] = field(default_factory=dict)
     unprobed: int = 0
     untried: int = 0
     unseen: int = 0
@@ -137,6 +141,13 @@ class Examination:
     @property
     def workers(self) -> Sequence[View]:
         return tuple(self.status.get("workers", ()))
+
+    @property
+    def hub_names(self) -> Sequence[HubName]:
+        """The repositories and commits that workers serve."""
+        infos = [worker["info"] for worker in self.workers if worker["info"]]
+        names = dict.fromkeys(HubName.of_cached(info.get("model_path", "")) for info in infos)
+        return [name for name in names if name is not None]
 
     @property
     def lanes(self) -> Sequence[tuple[str, View]]:

@@ -34,6 +34,7 @@ from cluster.doctor.examination import (
     RedisFacts,
     View,
 )
+from cluster.hub.download import latest_commit
 from protos.errors import BatonError, Overloaded
 from protos.listening import host_of
 from router.dispatch.lane_probe import PROBE_TIMEOUT_S
@@ -106,7 +107,10 @@ def _look(url: str, api_key: str, ends_s: float, *, is_first: bool = True) -> Ex
         status["troubles"] = []
     ends = {use: float(at) for use, at in _EXPIRY.findall(metrics)}
     closed, untried = _closed(status)
-    return Examination(**facts, clock_ahead_s=ahead_s, status=status, certificates=ends, closed=closed, untried=untried)
+    seen = Examination(
+        **facts, clock_ahead_s=ahead_s, status=status, certificates=ends, closed=closed, untried=untried
+    )  # fmt: skip
+    return replace(seen, hub_commits={one.repository: latest_commit(one.repository) for one in seen.hub_names})
 
 
 def _metrics(client: httpx.Client, status: Mapping[str, Any]) -> str:

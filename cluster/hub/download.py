@@ -34,6 +34,7 @@ log = logging.getLogger("baton.cluster")
 
 STREAMS = 4  # files at a time: one connection seldom fills a fast network
 ANSWER_S = 30.0
+LOOK_S = 1.0
 
 
 def local_model(name: str, setting: str = "model") -> str:
@@ -48,6 +49,17 @@ def local_model(name: str, setting: str = "model") -> str:
         raise type(error)(
             f"{setting}: {error.message}", param=setting, retry_after_s=error.retry_after_s
         ) from error.__cause__
+
+
+def latest_commit(repository: str) -> str:
+    """The commit that main has now; "" if the hub does not answer within a second."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        return str(HfApi().model_info(repository, timeout=LOOK_S).sha)
+    except (OSError, ValueError, HTTPError):
+        return ""
 
 
 def cache_folder(hub: HubName) -> Path:

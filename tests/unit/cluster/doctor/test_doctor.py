@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import make_app
 from cluster.doctor import gather
-from cluster.doctor.doctor_verb import _left_out, described, measured
+from cluster.doctor.doctor_verb import _left_out, _moved, described, measured
 from cluster.doctor.examination import (
     ClosedPort,
     Examination,
@@ -130,6 +130,15 @@ def test_a_certificate_for_another_host_is_named_beside_the_gateway_that_cannot_
 def test_a_healthy_cluster_has_no_finding() -> None:
     assert findings(HEALTHY) == []
     assert findings(replace(HEALTHY, probes=(), redis=None, host=None, certificates={}, clock_ahead_s=None)) == []
+
+
+def test_a_repository_that_has_moved_is_shown_without_a_finding() -> None:
+    path = "/hub/models--acme--tiny/snapshots/0123456789abcdef/tiny.gguf"
+    seen = replace(HEALTHY, status=changed("workers", 0, "info", "model_path", to=path))
+    for commit, is_shown in (("0123456789abcdef", False), ("fedcba", True), ("", False)):
+        now = replace(seen, hub_commits={"acme/tiny": commit})
+        assert bool(_moved([now])) is is_shown
+        assert not findings(now)
 
 
 def test_faults_come_first() -> None:

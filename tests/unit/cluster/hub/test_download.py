@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from cluster.config.cluster_config import ClusterConfig, RayConfig
-from cluster.hub.download import cache_folder, local_model
+from cluster.hub.download import cache_folder, latest_commit, local_model
 from cluster.hub.local_models import with_cached_models, with_local_models
 from protos.errors import BadCheckpoint, BatonError, Misconfigured, Unavailable
 from protos.model_files.hub_name import HubName
@@ -178,6 +178,12 @@ def test_a_full_disk_is_reported_before_and_during(hub: FakeHub, monkeypatch: py
             local_model("acme/tiny")
     assert "HF_HOME" in raised.value.message
     assert Path(local_model("acme/tiny"), "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_the_latest_commit_is_asked_for_and_need_not_be_known(hub: FakeHub) -> None:
+    hub.add("acme/tiny", TINY)
+    assert latest_commit("acme/tiny") == hub.add("acme/tiny", TINY)
+    assert latest_commit("acme/none") == ""
 
 
 def test_a_path_stays_a_path(hub: FakeHub, tmp_path: Path) -> None:
