@@ -43,18 +43,25 @@ HEADROOM = 0.02  # share of a bound: a prediction at the bound itself is late on
 TOO_LATE = "no worker could start this request within its max_ttft_ms"
 
 
-class AdmissionFleet(Protocol):
-    """The methods of the fleet that admission uses (`router.fleet.fleet.Fleet`)."""
+class IdleFleet(Protocol):
+    """The methods of the fleet that admission of batches uses (`router.fleet.fleet.Fleet`)."""
 
-    def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match: ...
+    gateway_id: str
+
     @property
     def block_size(self) -> int | None: ...
     @property
     def num_turned_away(self) -> int: ...
     def candidates(self, matched: Match, num_tokens: int) -> CandidateTable: ...
+    async def wait(self, *, until: float) -> None: ...
+
+
+class AdmissionFleet(IdleFleet, Protocol):
+    """The methods that admission uses."""
+
+    def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match: ...
     def loads(self) -> CandidateTable: ...
     def overhead_s(self) -> float: ...
-    async def wait(self, *, until: float) -> None: ...
 
 
 @dataclass(slots=True)

@@ -24,13 +24,13 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
 from protos.event_loop import loop_time
+from router.admission.admission import IdleFleet
 from router.jobs import BATCH_PRIORITY, Generate, Job, TokenDelta
-from router.prefix.index import NO_MATCH, Match
+from router.prefix.index import NO_MATCH
 from router.routing.candidate_columns import Bools, CandidateTable, Floats
 
 PREFILL_SHARE = 0.1
@@ -55,19 +55,6 @@ class IdleLimits:
     ttft_s: float
     tpot_s: float
     slowdown: float
-
-
-class IdleFleet(Protocol):
-    """The methods of the fleet that are used (`router.fleet.fleet.Fleet`)."""
-
-    gateway_id: str
-
-    @property
-    def block_size(self) -> int | None: ...
-    @property
-    def num_turned_away(self) -> int: ...
-    def candidates(self, matched: Match, num_tokens: int) -> CandidateTable: ...
-    async def wait(self, *, until: float) -> None: ...
 
 
 def step_limits(decode: CandidateTable, limits: IdleLimits, batch_jobs: Counter[str]) -> Floats:

@@ -63,7 +63,6 @@ class Fleet:
         feed.routed = self.routed_elsewhere
         self._members: dict[str, Member] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._again: dict[str, asyncio.Event] = {}
         self._changed = Changed()
         self.own_pauses = OwnPauses()
         self.successors = Successors()
@@ -99,13 +98,12 @@ class Fleet:
             self.own_pauses.watch()
             member = self._members[worker_id] = Member(worker_id, address)
             self._table.add(member)
-            again = self._again[worker_id] = asyncio.Event()
-            self._keepers[worker_id] = asyncio.create_task(self._keep(member, again), name=f"keep {worker_id}")
+            self._keepers[worker_id] = asyncio.create_task(self._keep(member), name=f"keep {worker_id}")
         elif member.address != address:
             member.address = address
             if member.client is not None:
                 member.client.lose(WorkerLost(f"worker {worker_id} has moved to {address}"))
-        self._again[worker_id].set()
+        member.reconnect.set()
 
     async def remove_worker(self, worker_id: str) -> None:
         """Removes a worker. Its requests fail with WorkerLost and resume on other workers. Ignores an unknown one."""
@@ -116,10 +114,7 @@ class Fleet:
         member.state = WorkerState.LOST
         self._load_totals.credit(member)
         self._table.remove(member)
-        self._revise()
-        self._stored_as |= _stored_as(self._here())
-        self.lora.update(self._here())
-        del self._again[worker_id]
+        self._note_workers()
         self.feed.drop(worker_id)
         self.predictor.drop(worker_id)
         self._changed.notify()
@@ -224,6 +219,12 @@ class Fleet:
     def _revise(self) -> None:
         known = ((one.info, one.takes_work, one.load.retiring) for one in self._members.values())
         self.revisions.update(RevisedWorker(info, *state) for info, *state in known if info is not None)
+
+    def _note_workers(self) -> None:
+        """A worker has been connected or removed."""
+        self._revise()
+        self._stored_as |= _stored_as(self._here())
+        self.lora.update(self._here())
 
     def suited(self, job: Job, candidates: CandidateTable) -> CandidateTable:
         """The candidates of the job's revision that have its adapter, if it is for one."""
@@ -338,10 +339,10 @@ class Fleet:
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
-    async def _keep(self, member: Member, again: asyncio.Event) -> None:
+    async def _keep(self, member: Member) -> None:
         pause_s = FIRST_PAUSE_S
         while True:
-            again.clear()
+            member.reconnect.clear()
             try:
                 await self._session(member)
             except IncompatibleWorkers as error:
@@ -360,8 +361,8 @@ class Fleet:
                 self._enter(member, WorkerState.LOST, f"{type(error).__name__}: {error}")
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
-                    await again.wait()
-            pause_s = FIRST_PAUSE_S if again.is_set() else min(2 * pause_s, MAX_PAUSE_S)
+                    await member.reconnect.wait()
+            pause_s = FIRST_PAUSE_S if member.reconnect.is_set() else min(2 * pause_s, MAX_PAUSE_S)
 
     async def _session(self, member: Member) -> None:
         """Runs one connection, from its handshake to its loss. Raises the BatonError that ended it."""
@@ -386,9 +387,7 @@ class Fleet:
             adapting = asyncio.create_task(self.lora.catch_up(info, client))
             self._load_totals.credit(member)
             member.connected(info, client)  # no other task runs from here to the first statement of `run`
-            self._revise()
-            self._stored_as |= _stored_as(self._here())
-            self.lora.update(self._here())
+            self._note_workers()
             await client.run(hello, lambda step: self._receive(member, client, step))
         finally:
             member.disconnected()

@@ -8,6 +8,7 @@ joining ──▶ ready ⇄ draining          ready: takes new work; draining: f
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -79,7 +80,7 @@ class Member:
     """A worker across its connections and lives. The fleet changes its state, the dispatcher adds work.
 
     `on_change` is called with the member and None after each change that may affect its candidate. `credited` is the
-    load up to which `LoadTotals` has counted.
+    load up to which `LoadTotals` has counted. `reconnect` ends the pause before the next connection.
     """
 
     def __init__(self, worker_id: str, address: str) -> None:
@@ -91,6 +92,7 @@ class Member:
         self.load = self.credited = WorkerLoad()
         self.client: WorkerClient | None = None
         self.breaker = CircuitBreaker()
+        self.reconnect = asyncio.Event()
         self.on_change: Callable[[Member, None], None] | None = None
         self._routed: dict[str, RoutedWork] = {}
         self._num_steps = 0  # reported by the worker

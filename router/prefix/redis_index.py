@@ -28,6 +28,7 @@ from router.log_throttle import OutageLog, RareLog
 from router.prefix.feed import Feed
 from router.prefix.index import PrefixIndex
 from router.prefix.redis_store import (
+    EVENTS,
     EventEntry,
     ForeignEntry,
     PromptEntry,
@@ -78,7 +79,7 @@ class RedisFeed(Feed):
         self._released: list[str] = []
         self._lost: set[str] = set()  # leases that another gateway has taken
         self._unled_since_s: dict[str, float] = {}
-        self._places = StreamPositions()
+        self._places: StreamPositions = {}
         self._news = asyncio.Event()
         self._tick_due = True
         self._warmed = asyncio.Event()
@@ -217,11 +218,11 @@ class RedisFeed(Feed):
     async def _warm(self) -> None:
         """Loads every worker's snapshot and the events since."""
         places = await self._store.ends()
-        first = places.events
+        first = places[EVENTS]
         for worker_id in await self._worker_ids():
             if worker_id not in self._scribes:
                 first = min(first, await self._load(worker_id) or first, key=stream_order)
-        self._places = StreamPositions(events=first, expected=places.expected)
+        self._places = places | {EVENTS: first}
         while entries := await self._store.read(self._places, wait=False):
             raise_if_cancelled()
             await self._take(entries)

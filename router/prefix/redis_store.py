@@ -120,12 +120,9 @@ class ForeignEntry:
     error: Exception
 
 
-@dataclass(slots=True)
-class StreamPositions:
-    """The positions up to which the two streams have been read."""
-
-    events: str = "0-0"
-    expected: str = "0-0"
+EVENTS, EXPECTED = "events", "expected"
+StreamPositions = dict[str, str]
+"""The positions up to which the two streams have been read, by their names."""
 
 
 class Store:
@@ -165,15 +162,18 @@ class Store:
         entries: list[Any] = []
         for entry in _entries(messages):
             entries += (entry.first_seq, len(entry.events), to_proto(entry).SerializeToString())
-        keys = (self._lease(worker_id), self.root + "events")
+        keys = (self._lease(worker_id), self.root + EVENTS)
         arguments = (self.gateway_id, self.max_entries, worker_id, messages[0].incarnation)
         return bool(await self._client.eval(APPEND, 2, *keys, *arguments, *entries))
 
     async def write(self, worker_id: str, snapshot: KVEvents) -> bool:
         """Writes all of a worker's blocks. False if this gateway does not hold the lease."""
-        keys = (self._lease(worker_id), self._blocks(worker_id), self.root + "workers", self.root + "events")
+        keys = (self._lease(worker_id), self._blocks(worker_id), self.root + "workers", self.root + EVENTS)
         about = (self.gateway_id, worker_id, _sortable(snapshot.incarnation), snapshot.first_seq, self._snapshot_ms)
-        pieces = [to_proto(piece).SerializeToString() for piece in _pieces(snapshot)]
+        pieces = [
+            to_proto(piece).SerializeToString()
+            for piece in _pieces(snapshot.incarnation, 0, snapshot.events, PIECE_BLOCKS)
+        ]
         return bool(await self._client.eval(SNAPSHOT, 4, *keys, *about, *pieces))
 
     async def release(self, worker_id: str) -> None:
@@ -213,7 +213,7 @@ class Store:
 
     async def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, for_s: float) -> None:
         await self._client.xadd(
-            self.root + "expected",
+            self.root + EXPECTED,
             {"gateway": self.gateway_id, "worker": worker_id, "for_s": for_s, "hashes": Chain.of(hashes).packed},
             maxlen=MAX_EXPECTED,
             approximate=True,
@@ -221,28 +221,21 @@ class Store:
 
     async def ends(self) -> StreamPositions:
         """The present ends of both streams."""
-        last = [
-            await self._client.xrevrange(self.root + name, count=1)
-            for name in ("events", "expected")
-        ]  # fmt: skip
-        events, expected = (entries[0][0].decode() if entries else "0-0" for entries in last)
-        return StreamPositions(events=events, expected=expected)
+        last = {name: await self._client.xrevrange(self.root + name, count=1) for name in (EVENTS, EXPECTED)}
+        return {name: entries[0][0].decode() if entries else "0-0" for name, entries in last.items()}
 
     async def read(self, places: StreamPositions, *, wait: bool) -> list[EventEntry | PromptEntry | ForeignEntry]:
         """Entries after `places`, which are advanced. Waits for half a second at most, or not at all."""
-        names = {self.root + "events": places.events, self.root + "expected": places.expected}
-        found = await self._client.xread(names, count=READ_COUNT, block=BLOCK_MS if wait else None)
-        streams = found.items() if isinstance(found, dict) else found
+        after = {self.root + name: places.get(name, "0-0") for name in (EVENTS, EXPECTED)}
+        answer = await self._client.xread(after, count=READ_COUNT, block=BLOCK_MS if wait else None)
+        is_mapping = isinstance(answer, dict)  # with the third version of Redis's protocol
         entries: list[EventEntry | PromptEntry | ForeignEntry] = []
-        for name, listed in streams:
-            of_events = name == (self.root + "events").encode()
-            for place, fields in listed[0] if isinstance(found, dict) else listed:
-                if of_events:
-                    places.events = place.decode()
-                else:
-                    places.expected = place.decode()
+        for key, listed in answer.items() if is_mapping else answer:
+            name = key.decode().removeprefix(self.root)
+            for place, fields in listed[0] if is_mapping else listed:
+                places[name] = place.decode()
                 try:
-                    entries.append(_event_entry(fields) if of_events else _expected(fields))
+                    entries.append(_event_entry(fields) if name == EVENTS else _expected(fields))
                 except (LookupError, ValueError, AssertionError) as error:
                     entries.append(ForeignEntry(error=error))
         return entries
@@ -302,34 +295,22 @@ def num_blocks(event: KVEvent) -> int:
 def _entries(messages: Sequence[KVEvents]) -> Iterator[KVEvents]:
     """The same events without duplicates, in messages of moderate size. A message may repeat earlier events; a new
     message begins after events of another gateway."""
-    gathered: list[KVEvent] = []
-    size, first_seq, incarnation = 0, messages[0].first_seq, messages[0].incarnation
+    first_seq, gathered = messages[0].first_seq, list[KVEvent]()
     for message in messages:
         next_seq = first_seq + len(gathered)
         if message.first_seq > next_seq:
-            if gathered:
-                yield KVEvents(incarnation=incarnation, first_seq=first_seq, events=tuple(gathered))
+            yield from _pieces(messages[0].incarnation, first_seq, gathered, ENTRY_BLOCKS)
             first_seq = next_seq = message.first_seq
-            gathered, size = [], 0
-        for event in message.events[next_seq - message.first_seq :]:
-            gathered.append(event)
-            size += num_blocks(event)
-            if size >= ENTRY_BLOCKS:
-                yield KVEvents(incarnation=incarnation, first_seq=first_seq, events=tuple(gathered))
-                first_seq += len(gathered)
-                gathered, size = [], 0
-    if gathered:
-        yield KVEvents(incarnation=incarnation, first_seq=first_seq, events=tuple(gathered))
+            gathered = []
+        gathered += message.events[next_seq - message.first_seq :]
+    yield from _pieces(messages[0].incarnation, first_seq, gathered, ENTRY_BLOCKS)
 
 
-def _pieces(snapshot: KVEvents) -> Iterator[KVEvents]:
-    gathered: list[KVEvent] = []
-    size = 0
-    for event in snapshot.events:
-        gathered.append(event)
+def _pieces(incarnation: int, first_seq: int, events: Sequence[KVEvent], num_blocks_each: int) -> Iterator[KVEvents]:
+    """The events in messages of so many blocks, unless one event has more."""
+    start = size = 0
+    for stop, event in enumerate(events, 1):
         size += num_blocks(event)
-        if size >= PIECE_BLOCKS:
-            yield KVEvents(incarnation=snapshot.incarnation, first_seq=0, events=tuple(gathered))
-            gathered, size = [], 0
-    if gathered:
-        yield KVEvents(incarnation=snapshot.incarnation, first_seq=0, events=tuple(gathered))
+        if size >= num_blocks_each or stop == len(events):
+            yield KVEvents(incarnation=incarnation, first_seq=first_seq + start, events=tuple(events[start:stop]))
+            start, size = stop, 0

@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import orjson
 from jinja2 import nodes
@@ -50,6 +50,16 @@ _RESULT_ROLES = ("observation", "environment")  # of a tool's result, where a te
 
 # Marks the end of the text to be continued, as in transformers: found again even if the template strips around it.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+
+
+class RenderOptions(TypedDict, total=False):
+    """`continue_final_message` leaves the last message open, for the model to continue it. `options` are the template's
+    own variables (`enable_thinking`)."""
+
+    add_generation_prompt: bool
+    continue_final_message: bool
+    options: Mapping[str, Any] | None
+    tools: Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
@@ -127,54 +137,26 @@ class ChatTemplate:
     async def prompt(
         self,
         messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        options: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        **how: Unpack[RenderOptions],
     ) -> Rendered:
         """Like `rendered`, on a thread if the input is long, so that the event loop stays free."""
-        render = partial(
-            self.rendered,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            options=options,
-            tools=tools,
-        )
-        has_tools = bool(tools) or any("tool_calls" in message for message in messages)  # which may be large
+        render = partial(self.rendered, messages, **how)
+        has_tools = bool(how.get("tools")) or any("tool_calls" in message for message in messages)  # which may be large
         is_quick = self._template.is_quick and not has_tools
         if is_quick and len(messages) <= SHORT_MESSAGES and sum(map(_num_chars, messages)) <= SHORT_CHARS:
             return render()
         return await asyncio.get_running_loop().run_in_executor(self._thread, render)
 
-    def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """The text that `rendered` gives."""
-        return self.rendered(messages, **options).text
-
     def rendered(
         self,
         messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        options: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
+        **how: Unpack[RenderOptions],
     ) -> Rendered:
-        """The prompt, special tokens included: tokenise it without adding any.
-
-        `continue_final_message` leaves the last message open, for the model to go on with it. `options` are the
-        template's own variables (`enable_thinking`). Raises InvalidRequest with the template's words.
-        """
+        """The prompt with its special tokens, so that tokenising adds none. Raises InvalidRequest with the template's
+        words."""
+        tools = how.get("tools", ())
         if tools and self._with_tools is not None:
-            return self._with_tools.rendered(
-                messages,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                options=options,
-                tools=tools,
-            )
-
+            return self._with_tools.rendered(messages, **how)
         messages = self._placed(messages)
         if any("tool_calls" in message for message in messages) and self._wants_short_ids():
             messages = list(map(_with_short_ids, messages))
@@ -182,11 +164,12 @@ class ChatTemplate:
             messages = [part for message in messages for part in _with_metadata(message)]
         if tools and self._tools_in_system:
             messages = _with_tools(messages, tools)
-        return self._rendered(messages, tools, add_generation_prompt, continue_final_message, options)
+        return self._rendered(messages, **how)
 
     def _rendered(
         self,
         messages: Sequence[Message],
+        *,
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,

@@ -48,7 +48,7 @@ async def conversation(store_of: Callable[[str], Store]) -> Sequence[Any]:
     said += [(entry, entry.message() if isinstance(entry, EventEntry) else None) for entry in entries]
     assert [type(entry) for entry in entries] == [EventEntry, EventEntry, PromptEntry]
     ends = await first.ends()
-    assert (places.events, places.expected) == (ends.events, ends.expected)
+    assert places == ends
     await ask(other.read(places, wait=False))
     await ask(first.append("w", [told(3)]))
     await ask(other.read(places, wait=True))

@@ -36,7 +36,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.index = MemoryPrefixIndex()
-        self.block_size = 16
+        self.gateway_id, self.block_size = "g", 16
         self.candidate = Candidate(
             worker_id="w0", role=WorkerRole.COLOCATED, num_free_blocks=1000, num_blocks=1000, prefill_tokens_per_s=SPEED
         )

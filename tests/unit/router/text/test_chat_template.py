@@ -99,7 +99,7 @@ def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
 
 
 def ours(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    return ChatTemplate(source, named_tokens=TOKENS).render(messages, **options)
+    return ChatTemplate(source, named_tokens=TOKENS).rendered(messages, **options).text
 
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
@@ -126,7 +126,7 @@ async def test_tools_are_shown_as_transformers_shows_them() -> None:
     assert '"name": "f", "parameters"' in expected
     template = ChatTemplate(TOOLED, named_tokens=TOKENS)
     assert (await template.prompt(conversation, tools=TOOLS)).text == expected
-    assert template.render(conversation, tools=TOOLS) == expected
+    assert template.rendered(conversation, tools=TOOLS).text == expected
     assert (await template.prompt(conversation)).text == theirs(TOOLED, conversation)
     assert (template.shows_tools, format_of(template.tool_source)) == (True, ToolFormat.HERMES)
 
@@ -178,7 +178,7 @@ def test_text_parts_are_joined_for_a_template_that_wants_a_string() -> None:
 
 def test_the_day_is_the_one_given() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", local_time=lambda: datetime(2026, 7, 4))
-    assert template.render([USER]) == "04 Jul 2026"
+    assert template.rendered([USER]).text == "04 Jul 2026"
 
 
 def test_a_template_says_no_in_its_own_words() -> None:
@@ -224,9 +224,9 @@ AGENT: list[dict[str, Any]] = [
 )
 def test_a_system_turn_stands_where_the_template_takes_it(source: str, prompt: str) -> None:
     template = ChatTemplate(source)
-    assert template.render(AGENT) == prompt
+    assert template.rendered(AGENT).text == prompt
     for num_turns in (4, 6, 7, 9):
-        assert prompt.startswith(template.render(AGENT[:num_turns])), "what came before stays in the cache"
+        assert prompt.startswith(template.rendered(AGENT[:num_turns]).text), "what came before stays in the cache"
 
 
 def test_turns_of_one_role_are_joined_where_roles_alternate() -> None:
@@ -234,8 +234,8 @@ def test_turns_of_one_role_are_joined_where_roles_alternate() -> None:
     turns = [
         {"role": role, "content": text} for role, text in zip(["user"] * 2 + ["assistant"] * 2, "abcd", strict=True)
     ]
-    assert ChatTemplate(ALTERNATES).render(turns) == "[user]a\n\nb[assistant]c\n\nd"
-    assert ChatTemplate(FIRST_ONLY).render(turns) == "[user]a[user]b[assistant]c[assistant]d"
+    assert ChatTemplate(ALTERNATES).rendered(turns).text == "[user]a\n\nb[assistant]c\n\nd"
+    assert ChatTemplate(FIRST_ONLY).rendered(turns).text == "[user]a[user]b[assistant]c[assistant]d"
 
 
 @pytest.mark.parametrize("call_id", ["call_abcdefghijklmnopqrstuvwx", "c1", "toolu_1", "tool-1-é-"])
@@ -251,7 +251,7 @@ def test_ids_of_other_apis_become_those_that_the_template_takes(call_id: str) ->
     def written(name: str) -> list[str]:
         call = {"id": name, "type": "function", "function": {"name": "f", "arguments": {}}}
         result = {"role": "tool", "tool_call_id": name, "content": "r"}
-        return ChatTemplate(source).render([USER, {"role": "assistant", "tool_calls": [call]}, result]).split()
+        return ChatTemplate(source).rendered([USER, {"role": "assistant", "tool_calls": [call]}, result]).text.split()
 
     ids = [word for word in written(call_id) if len(word) == 9]
     assert len(ids) == 2
@@ -269,7 +269,7 @@ def test_all_parts_of_a_system_turn_are_shown() -> None:
     )
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     turns = [{"role": "system", "content": parts}, {"role": "user", "content": parts}]
-    assert ChatTemplate(source).render(turns) == "one\ntwoonetwo"
+    assert ChatTemplate(source).rendered(turns).text == "one\ntwoonetwo"
 
 
 @pytest.mark.parametrize("source", ["{{ messages[7].content }}", "{{ messages.a.b }}", "{{ 1 + messages }}"])
@@ -341,7 +341,7 @@ def test_a_template_beside_a_gguf_file_is_used(tmp_path: Path) -> None:
 def rendered(path: Path, *, file: str = "", tools: Sequence[Any] = ()) -> str:
     template = ChatTemplate.load(GGUFFiles.open(path) if path.is_file() else FolderFiles(path), TOKENS, file=file)
     assert template is not None
-    return template.render([USER], tools=tools)
+    return template.rendered([USER], tools=tools).text
 
 
 def test_a_template_that_is_none_is_refused_at_the_start() -> None:
@@ -362,7 +362,7 @@ async def test_a_long_conversation_is_written_beside_the_event_loop(long: list[d
     template = ChatTemplate(MISTRAL.replace("!=", "in [] and"), named_tokens=TOKENS)
     turns: list[str] = []
     asyncio.get_running_loop().call_soon(turns.append, "another client's")
-    assert (await template.prompt(long, options={"x": 1})).text == template.render(long)
+    assert (await template.prompt(long, options={"x": 1})).text == template.rendered(long).text
     assert turns, "the event loop had no turn"
 
 
@@ -411,8 +411,8 @@ def test_what_is_not_counted_gives_the_same_prompt() -> None:
     source = "{{ '=' * 3 }}{% for m in messages %}{{ m.content.zfill(5) }}{{ m | tojson }}{{ tools }}{% endfor %}"
     messages = [{"role": "user", "content": "naïve"}, {"role": "assistant", "content": "x"}]
     counted = source.replace("'=' * 3", "'==='").replace(".zfill(5)", "").replace("{{ m.content }}", "{{ m.content }}")
-    plain = ChatTemplate(counted).render(messages)
-    assert ChatTemplate(source).render(messages) == plain.replace("x{", "0000x{")
+    plain = ChatTemplate(counted).rendered(messages).text
+    assert ChatTemplate(source).rendered(messages).text == plain.replace("x{", "0000x{")
 
 
 @pytest.mark.parametrize("source", ["{% if x %}" * 3000 + "{% endif %}" * 3000, "{{ x | nope }}", "{{ x is nope }}"])

@@ -304,7 +304,7 @@ def test_words_that_only_resemble_control_leave_a_prompt_as_it_is() -> None:
         source = SHAPES[name][1]
         for mode in ("friends", "calm"):
             [expected], _ = render_jinja_template([messages], tools=tools, chat_template=source, mode=mode)
-            assert shape(name)[1].render(messages, tools=tools, options={"mode": mode}) == expected
+            assert shape(name)[1].rendered(messages, tools=tools, options={"mode": mode}).text == expected
     template = ChatTemplate("<|{{ mode }}|>{% if mode == 'end' %}yes{% endif %}", added_tokens={"<|end|>": True})
     rendered = template.rendered([{"role": "user", "content": "x"}], options={"mode": "end"})
     assert (rendered.text, rendered.spans) == ("<|end|>yes", ())
