@@ -320,7 +320,7 @@ def scaled(desired: DesiredFleet, counts: Mapping[WorkerRole, int]) -> DesiredFl
     if unknown := [role for role in counts if role not in desired.counts]:
         role, count = unknown[0], max(1, counts[unknown[0]])
         other = f"--workers {count}" if role is WorkerRole.COLOCATED else "--prefill 1 --decode 1"
-        possible = " ".join(f"{one}={count}" for one in desired.counts)
+        possible = " ".join(f"{role}={count}" for role in desired.counts)
         raise InvalidRequest(
             f"{role}={counts[role]}: this cluster has no {role} pool, it has {' and '.join(desired.counts)}: use "
             f"`baton scale {possible}`, or start another cluster with `baton serve {other}`",

@@ -57,8 +57,6 @@ class IdleFleet(Protocol):
 
 
 class AdmissionFleet(IdleFleet, Protocol):
-    """The methods that admission uses."""
-
     def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match: ...
     def loads(self) -> CandidateTable: ...
     def overhead_s(self) -> float: ...
@@ -66,8 +64,6 @@ class AdmissionFleet(IdleFleet, Protocol):
 
 @dataclass(slots=True)
 class Refused:
-    """Jobs refused so far, by reason."""
-
     deadline_unreachable: int = 0  # predicted on arrival, with the present load
     deadline_impossible: int = 0  # predicted on arrival, even for idle workers
     queue_timeout: int = 0  # not started in time
@@ -85,7 +81,6 @@ class Turn:
 
     @property
     def latest_s(self) -> float:
-        """When the wait ends, by the loop's clock."""
         return self.timeout.when() or 0.0
 
 
@@ -119,11 +114,9 @@ class Admission:
         return len(self._line)
 
     def served(self, tenant: str) -> float:
-        """The work a tenant has received so far; tenants with less go first."""
         return self._line.served(tenant)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Replaces the tenants' weights."""
         self._line.weigh(weights)
         self._returning.weigh(weights)
 
@@ -172,7 +165,6 @@ class Admission:
         )
 
     def _again(self, entry: Entry) -> Entry:
-        """The place of a refused job that returns: behind the queue."""
         return replace(entry, number=next(self._numbers), deadline_s=math.inf)
 
     async def _enter(self, job: Job, entry: Entry) -> tuple[Job, float | None]:
@@ -210,7 +202,6 @@ class Admission:
         return job, self._prefill_s(job, loop_time()) if job.max_ttft_s is not None else None
 
     def check_integrity(self) -> None:
-        """All queued jobs wait for a turn, and no others."""
         self._line.check_integrity()
         self._returning.check_integrity()
         due = {entry.number for entry in self._line}
@@ -219,15 +210,12 @@ class Admission:
         assert undone <= due, f"{sorted(undone - due)} wait for a turn, and are not in line"
 
     def assert_idle(self) -> None:
-        """Asserts that the queue is empty and no state of finished jobs is kept."""
         assert not self._line, f"{len(self._line)} are in line who have gone"
         assert not self._turns, f"turns are kept of {len(self._turns)} who have gone"
 
     # -- refusing ------------------------------------------------------------------------------------------------------
 
     def _check_hope(self, job: Job, entry: Entry, now: float) -> float | None:
-        """Seconds until the job's first token, including jobs before it; None if unknown or unbounded. Raises
-        Overloaded if it would be late, InvalidRequest if it would be late even without other requests."""
         if job.max_ttft_s is None:
             return None
         candidates, num_tokens, overhead_s = self._candidates(job, now), len(job.prompt_ids), self._fleet.overhead_s()
@@ -256,8 +244,6 @@ class Admission:
         )
 
     def _too_late(self, entry: Entry, now: float) -> Overloaded | None:
-        """The error for a job whose turn has come too late: prefill takes longer than the time that remains. None if it
-        is in time."""
         turn = self._turns.get(entry.number)
         if turn is None or entry.deadline_s == math.inf:
             return None
@@ -270,7 +256,6 @@ class Admission:
         return self._overloaded(TOO_LATE, entry)
 
     def _prefill_s(self, job: Job, now: float) -> float | None:
-        """Seconds to the first token of a job whose turn it is."""
         overhead_s = self._fleet.overhead_s()
         return predicted_ttft_s(self._candidates(job, now), len(job.prompt_ids), 0, overhead_s=overhead_s)
 
@@ -291,12 +276,10 @@ class Admission:
             self._refuse_late(last)
 
     def _check_again(self, turn: Turn, entry: Entry) -> None:
-        """Refuses the job if its turn is not expected in time, or lets it wait for longer."""
         if not (turn.came.done() or self._refuse_late(entry)):
             turn.timeout.reschedule(turn.latest_s + self._config.admission.max_queue_s)
 
     def _refuse_late(self, entry: Entry) -> bool:
-        """Refuses a job whose turn is not expected in time. Returns whether it did."""
         now, turn = loop_time(), self._turns[entry.number]
         if not (self._is_measured(now) and self._turnover.is_sure):
             return False
@@ -330,7 +313,6 @@ class Admission:
         return self._turnover.at(now) * self._line.mean_tokens
 
     def _turn_s(self, entry: Entry, now: float) -> float:
-        """Seconds until the entry's turn; infinite while the speed is not known."""
         speed = self._speed(now)
         return self._line.tokens_ahead(entry) / speed if speed else math.inf
 
@@ -351,7 +333,6 @@ class Admission:
     # -- admitting -----------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Admits queued jobs whenever the fleet has changed, until the queue is empty."""
         try:
             while self._line:
                 self._move()

@@ -37,8 +37,6 @@ def _order(entry: Entry) -> tuple[float, int]:
 
 @dataclass(slots=True)
 class TenantQueue:
-    """The waiting jobs of one tenant, earliest deadline first, and the number of their tokens."""
-
     entries: list[Entry] = field(default_factory=list)
     num_tokens: int = 0
 
@@ -47,7 +45,6 @@ class TenantQueue:
         self.num_tokens += entry.num_tokens
 
     def remove(self, entry: Entry) -> bool:
-        """Removes the entry; False if it was not there."""
         place = self._place(entry)
         if place == len(self.entries) or self.entries[place] != entry:
             return False
@@ -89,7 +86,6 @@ class FairQueue:
 
     @property
     def mean_tokens(self) -> float:
-        """Prompt tokens of a waiting entry; 0 if none waits."""
         num_tokens = sum(row.num_tokens for tenants in self._waiting.values() for row in tenants.values())
         return num_tokens / max(1, self._size)
 
@@ -105,7 +101,6 @@ class FairQueue:
         self._size += 1
 
     def peek(self) -> Entry | None:
-        """The entry that goes next."""
         if not self._waiting:
             return None
         tenants = self._waiting[max(self._waiting)]
@@ -121,7 +116,6 @@ class FairQueue:
         return tenants[most].entries[-1]
 
     def remove(self, entry: Entry) -> None:
-        """Removes the entry, whether its turn has come or not. An unknown entry is ignored."""
         tenants = self._waiting.get(entry.priority, {})
         row = tenants.get(entry.tenant)
         if row is None or not row.remove(entry):
@@ -134,12 +128,10 @@ class FairQueue:
             del self._waiting[entry.priority]
 
     def charge(self, tenant: str, *, num_input: int = 0, num_output: int = 0) -> None:
-        """Records that the tenant was served these tokens."""
         cost = INPUT_WEIGHT * num_input + OUTPUT_WEIGHT * num_output
         self._served[tenant] = self.served(tenant) + cost / self._weights.get(tenant, 1.0)
 
     def served(self, tenant: str) -> float:
-        """The tenant's virtual counter."""
         return self._served.get(tenant, 0.0)
 
     def tokens_ahead(self, entry: Entry) -> int:
@@ -161,17 +153,14 @@ class FairQueue:
         return higher + own
 
     def late(self, now: float) -> list[Entry]:
-        """Entries whose deadline has passed. Each tenant's entries are in order of deadline."""
         rows = (row for tenants in self._waiting.values() for row in tenants.values())
-        return [entry for row in rows for entry in takewhile(lambda one: one.deadline_s <= now, row.entries)]
+        return [entry for row in rows for entry in takewhile(lambda entry: entry.deadline_s <= now, row.entries)]
 
     def next_deadline_s(self) -> float:
-        """The earliest deadline; inf if no entry waits or has one."""
         heads = (row.entries[0] for tenants in self._waiting.values() for row in tenants.values())
         return min((entry.deadline_s for entry in heads), default=float("inf"))
 
     def check_integrity(self) -> None:
-        """Asserts that the counts match the waiting entries."""
         assert all(self._waiting.values()), "an empty priority is kept"
         rows = [row for tenants in self._waiting.values() for row in tenants.values()]
         for row in rows:

@@ -58,7 +58,6 @@ class IdleLimits:
 
 
 def step_limits(decode: CandidateTable, limits: IdleLimits, batch_jobs: Counter[str]) -> Floats:
-    """Seconds that a step of each decode worker may take, [workers]. `batch_jobs`: jobs of batches by worker."""
     people = _people(decode, batch_jobs)
     alone_s = np.asarray(decode.step_time(people), dtype=np.float64)
     slower_s = np.minimum(limits.tpot_s, limits.slowdown * alone_s)
@@ -66,7 +65,6 @@ def step_limits(decode: CandidateTable, limits: IdleLimits, batch_jobs: Counter[
 
 
 def largest_job(table: CandidateTable, limits: IdleLimits, batch_jobs: Counter[str]) -> float:
-    """Blocks of the largest job for which a worker, or a pair, has room; negative without any."""
     prefill, decode = table.prefill_pool, table.decode_pool
     if not len(decode):
         return -np.inf
@@ -96,19 +94,18 @@ def to_shed(
     limit_s, step_s = step_limits(decode, limits, batch_jobs), decode.step_time(decode.num_requests)
     each_s = np.broadcast_to(np.asarray(decode.step_time.each_s), step_s.shape)
     people = _people(decode, batch_jobs)
-    found: Counter[str] = Counter()
+    shed: Counter[str] = Counter()
     for place, worker_id in enumerate(decode.workers.worker_ids):
         here = batch_jobs[worker_id]
         over_s = step_s[place] - limit_s[place]
         if here and people[place] > 0 and over_s > 0 and each_s[place] > 0:
-            found[worker_id] = min(here, int(np.ceil(over_s / each_s[place])))
+            shed[worker_id] = min(here, int(np.ceil(over_s / each_s[place])))
         if here and (people_wait or decode.num_waiting[place] > num_unplaced):
-            found[worker_id] = max(found[worker_id], int(np.ceil(SHED_SHARE * here)))
-    return found
+            shed[worker_id] = max(shed[worker_id], int(np.ceil(SHED_SHARE * here)))
+    return shed
 
 
 def _people(table: CandidateTable, batch_jobs: Counter[str]) -> Floats:
-    """Requests on each worker that are none of this gateway's batches."""
     batches = np.array([batch_jobs[worker_id] for worker_id in table.workers.worker_ids], dtype=np.float64)
     return np.maximum(0.0, table.num_requests - batches)
 
@@ -116,8 +113,8 @@ def _people(table: CandidateTable, batch_jobs: Counter[str]) -> Floats:
 def _most_blocks(table: CandidateTable, allowed: Bools) -> float:
     """The most blocks of a job on one of the workers that are `allowed`. An idle worker keeps a block, others their
     share."""
-    kept = np.where(table.num_requests == 0, 1, FREE_SHARE * table.num_blocks)
-    return float(np.where(allowed, table.num_free_blocks - kept, -np.inf).max())
+    reserve = np.where(table.num_requests == 0, 1, FREE_SHARE * table.num_blocks)
+    return float(np.where(allowed, table.num_free_blocks - reserve, -np.inf).max())
 
 
 def _can_prefill(table: CandidateTable, limits: IdleLimits) -> Bools:
@@ -128,8 +125,6 @@ def _can_prefill(table: CandidateTable, limits: IdleLimits) -> Bools:
 
 @dataclass(slots=True, eq=False)
 class QueuedJob:
-    """A job that waits. `admitted` is set when there is room for its `num_blocks`."""
-
     num_blocks: int
     admitted: asyncio.Future[None]
 
@@ -173,7 +168,6 @@ class IdleAdmission:
         self.num_suspended = 0
 
     async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
-        """Raises BatonError as the dispatcher does."""
         job.client.sink = None  # a suspended job must know its tokens
         job = replace(job, priority=BATCH_PRIORITY, max_ttft_s=None)
         emitted: list[int] = []
@@ -258,13 +252,12 @@ class IdleAdmission:
         return run
 
     def _must_stop(self, run: BatchRun) -> bool:
-        """Whether the run is suspended. Every `DECISION_S` at most, this is decided for all runs."""
         run.has_token = True
         now = loop_time()
         if now - self._decided_s >= DECISION_S:
             self._decided_s = now
             batch_jobs, table = self._jobs_by_worker(), self._fleet.candidates(NO_MATCH, 1)
-            unread = sum(not one.has_token for one in self._runs.values())
+            unread = sum(not run.has_token for run in self._runs.values())
             self._suspend(
                 to_shed(table, self._limits, batch_jobs, people_wait=self._people_wait(), num_unplaced=unread)
             )

@@ -20,8 +20,6 @@ MAX_REMEMBERED = 512
 
 
 class Rate:
-    """Recent tokens per second, since `begin`, and the number of observations since then."""
-
     def __init__(self, *, half_life_s: float = HALF_LIFE_S) -> None:
         self._half_life_s = half_life_s
         self._begun_s: float | None = None
@@ -56,11 +54,9 @@ class Returning:
         self._refused_s = -math.inf
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Replaces the tenants' weights."""
         self._line.weigh(weights)
 
     def read(self, num_tokens: int, *, now: float) -> None:
-        """Records that a prompt of `num_tokens` has been prefilled."""
         self._rate.observe(num_tokens, now)
 
     def after_s(self, entry: Entry, *, speed: float, now: float) -> float:

@@ -30,13 +30,11 @@ class Room:
     max_waiting: int
 
     def can_prefill(self, load: LoadRow | CandidateTable) -> Any:
-        """Whether a worker has room for a prompt: a bool, or an array for the workers of a table."""
         speed = load.prefill_tokens_per_s
         in_time = (speed == 0) | (load.queued_prefill_tokens <= self.max_backlog_s * speed)
         return (load.num_waiting < self.max_waiting) & (in_time | (load.num_waiting == 0))
 
     def can_decode(self, load: LoadRow | CandidateTable, num_blocks: int) -> Any:
-        """Whether a worker has room for an answer: a bool, or an array for the workers of a table."""
         has_room = (load.num_free_blocks > num_blocks) & (load.num_waiting < self.max_waiting)
         return has_room | (load.num_requests == 0)
 
@@ -75,15 +73,13 @@ class Overrun:
         self._predicted_s = 0.0
 
     def observe(self, seconds: float, *, predicted_s: float, now: float) -> None:
-        """Records that a first token came `seconds` later than predicted."""
         self._late_s.age(now)
-        [known] = self._late_s.sums
-        self._late_s.add(_ATTACK * max(0.0, seconds - known))
-        if seconds > known:
+        [late_s] = self._late_s.sums
+        self._late_s.add(_ATTACK * max(0.0, seconds - late_s))
+        if seconds > late_s:
             self._predicted_s += _ATTACK * (predicted_s - self._predicted_s)
 
     def of(self, predicted_s: float, *, now: float) -> float:
-        """The expected delay of a first token that is predicted after `predicted_s`."""
         share = predicted_s / self._predicted_s if predicted_s < self._predicted_s else 1.0
         return self._late_s.at(now)[0] * share
 
@@ -114,12 +110,10 @@ def least_ttft_s(candidates: CandidateTable, num_tokens: int, *, overhead_s: flo
 
 
 def is_idle(candidates: CandidateTable) -> bool:
-    """Whether no worker has a request."""
     return not (candidates.num_requests.any() or candidates.queued_prefill_tokens.any())
 
 
 def prefill_speed(candidates: CandidateTable) -> float:
-    """Tokens per second of all workers that compute prompts; 0 before the first measurement."""
     return float(sum(candidates.prompt_pool.prefill_tokens_per_s.tolist()))
 
 

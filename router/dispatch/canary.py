@@ -38,20 +38,17 @@ class CanaryOutcome(StrEnum):
 
 
 def by_one_worker(policy: Policy) -> Policy:
-    """Makes the policy choose one worker for both halves of each request."""
-
     def decide(view: RequestView, candidates: CandidateTable) -> Decision:
         return replace(policy(view, candidates.decode_pool), prefill=None)
 
     return decide
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index at which two answers differ or one of them ends; None if they are equal."""
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+def first_difference(first: Sequence[int], other: Sequence[int]) -> int | None:
+    for index, (a, b) in enumerate(zip(first, other, strict=False)):
         if a != b:
             return index
-    return None if len(one) == len(other) else min(len(one), len(other))
+    return None if len(first) == len(other) else min(len(first), len(other))
 
 
 class Canary:
@@ -70,7 +67,6 @@ class Canary:
         return self._twice(job) if self._is_due(job) else self._generate(job)
 
     async def idle(self) -> None:
-        """Returns when no second run is under way."""
         if self._running is not None:
             await asyncio.wait([self._running])
 

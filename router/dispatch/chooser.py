@@ -39,20 +39,16 @@ class Routing:
     shadows: tuple[ShadowPolicy, ...] = ()
 
     def observe(self, worker_id: str, events: Sequence[KVEvent]) -> None:
-        """Records a worker's cache events. The index's feed calls it."""
         self.evictions.observe(worker_id, events, loop_time())
 
 
 def routing_of(config: RouterConfig) -> Routing:
-    """Builds the records. Raises Misconfigured for an unknown policy or shadow policy."""
     check_names(config)
     shadows = tuple(ShadowPolicy(name, policy_of(config, name)) for name in shadow_names(config))
     return Routing(records=RequestTraces(config.decision_history_size), shadows=shadows)
 
 
 class Chooser:
-    """Chooses the workers of a router's jobs. There is one per router, on its event loop."""
-
     def __init__(self, *, fleet: Fleet, policy: Policy, routing: Routing) -> None:
         self._fleet = fleet
         self._policy = policy
@@ -63,13 +59,10 @@ class Chooser:
         return self._routing.records.of(job)
 
     def decisions(self, request_id: str) -> tuple[Decision, ...]:
-        """The decisions for a job, or for all jobs of a request, oldest first. Empty for an unknown or too old
-        request."""
         records = self._routing.records.find(request_id)
         return tuple(choice.decision for record in records for choice in record.choices)
 
     def choose(self, job_state: JobState, candidates: CandidateTable) -> Decision:
-        """Chooses among the candidates; at least one of them must be able to decode."""
         fleet, record, now = self._fleet, job_state.record, loop_time()
         block_size = fleet.block_size or 1
         hashes = job_state.hashes(block_size)
@@ -89,7 +82,7 @@ class Chooser:
         self._num_decided += 1
         prefill_worker, decode_worker = candidates.pair(decision.prefill, decision.decode)
         expected = estimate(view, prefill_worker, decode_worker)
-        shadows = tuple(one.consider(view, candidates, decision, expected) for one in self._routing.shadows)
+        shadows = tuple(shadow.consider(view, candidates, decision, expected) for shadow in self._routing.shadows)
         if not record.choices:
             self._routing.records.keep_chain(record, hashes, block_size)
         record.chose(
@@ -130,7 +123,6 @@ class Chooser:
             )
 
     def arrived(self, record: RequestTrace) -> None:
-        """Records that a decode worker continues with KV from a prefill worker."""
         now, prefilled_s = loop_time(), record.timestamps.prefilled_s
         if prefilled_s is None or not record.choices:
             record.arrived(now)
@@ -144,7 +136,6 @@ class Chooser:
         self._fleet.predictor.saw_transfer(*ends, num_bytes=num_bytes, seconds=waited_s, now=now)
 
     def _transport(self, worker_id: str) -> Mapping[str, str]:
-        """The transport of a worker's lanes, if all of them have the same."""
         try:
             lanes = self._fleet.member(worker_id).load.lanes
         except WorkerLost:

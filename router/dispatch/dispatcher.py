@@ -90,11 +90,9 @@ class Attempt:
 
     @property
     def refuser(self) -> Member:
-        """The worker that refused the attempt. Of a pair, the decode worker is checked first."""
         return self.prefill_worker if self.is_reserved else self.decode
 
     def end_pull(self) -> None:
-        """Ends the pull, if there is one. Idempotent."""
         pull, self.pull = self.pull, None
         if pull is not None:
             pull.end()
@@ -103,7 +101,6 @@ class Attempt:
         self.moved_to = members
 
     def lost(self) -> Life | None:
-        """The life of a worker of this attempt that is known to be lost, or None."""
         gone = (member for member in self.members if member.client is None or member.client.lost)
         return next(((member.worker_id, member.info.incarnation) for member in gone if member.info is not None), None)
 
@@ -130,7 +127,6 @@ class Dispatcher:
         self.num_resumed = 0
 
     async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
-        """Streams the deltas of one job. Raises BatonError when the job cannot be run to its end."""
         record = self._chooser.record(job)
         job_state = JobState(job, now=loop_time(), record=record)
         record.note(EventKind.ADMITTED, loop_time())
@@ -155,7 +151,6 @@ class Dispatcher:
             self._poison.drop(job_state.crashes)
 
     def _note(self, update: SequenceUpdate, job_state: JobState, attempt: Attempt) -> TokenDelta:
-        """Records an update with all that learn from answers, and returns the new tokens."""
         chooser, record = self._chooser, job_state.record
         first = not job_state.output_ids
         delta = job_state.append(update)
@@ -171,25 +166,22 @@ class Dispatcher:
             chooser.took(record, len(delta.token_ids), delta.num_cached_tokens)
         if delta.finish_reason is not None:
             if (drafts := attempt.members[-1].load.speculation) is not None and drafts.paused:
-                record.timestamps.paused_drafts = tuple([one.source for one in drafts.paused])
+                record.timestamps.paused_drafts = tuple([proposer.source for proposer in drafts.paused])
             chooser.ended(record, delta.finish_reason)
             for member in attempt.members:
                 member.breaker.succeeded()
         return delta
 
     def decision(self, request_id: str) -> tuple[Decision, ...]:
-        """The decisions made for a job, oldest first; empty when it is unknown or too long ago."""
         return self._chooser.decisions(request_id)
 
     def assert_idle(self) -> None:
-        """Asserts that no job is tried in isolation and none waits for room."""
         self._poison.assert_idle()
         assert not self._line.locked(), "a job waits in line for room after all jobs have ended"
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def _decide(self, job_state: JobState) -> Attempt:
-        """Chooses the workers of an attempt; their load includes the attempt from now on. Raises NoWorkers."""
         fleet = self._fleet
         self._keep_revision(job_state)
         candidates = self._candidates(job_state)
@@ -209,9 +201,9 @@ class Dispatcher:
             decode=fleet.member(decision.decode) if is_pair else prefill_worker,
             pull=pull,
         )
-        known = job_state.record.choices[-1].prefill_worker.num_cached_tokens
-        num_cached = pull.num_tokens if pull is not None else known
-        job_state.unread.setdefault(prefill_worker.worker_id, known // (fleet.block_size or 1))
+        num_known = job_state.record.choices[-1].prefill_worker.num_cached_tokens
+        num_cached = pull.num_tokens if pull is not None else num_known
+        job_state.unread.setdefault(prefill_worker.worker_id, num_known // (fleet.block_size or 1))
         num_blocks = -(-job_state.num_tokens // (fleet.block_size or 1))
         attempt.decode.route(request_id, 0, num_blocks)
         fleet.route(prefill_worker, request_id, job_state.num_tokens - num_cached, num_blocks)
@@ -224,7 +216,6 @@ class Dispatcher:
         return attempt
 
     def _elsewhere(self, job_state: JobState, besides: Member) -> Member:
-        """The worker to which a sequence migrates from `besides`. Raises NoWorkers."""
         decode_workers = self._candidates(job_state).decode_pool
         candidates = decode_workers.besides((besides.worker_id,))
         if besides.worker_id in candidates.workers.places or not len(candidates):

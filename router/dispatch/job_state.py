@@ -50,7 +50,6 @@ class JobState:
 
     @property
     def first_due_s(self) -> float:
-        """The time when the first token is due, or inf."""
         job = self.job
         if job.max_ttft_s is None or self.output_ids:
             return math.inf
@@ -63,18 +62,16 @@ class JobState:
 
     @property
     def num_tokens(self) -> int:
-        """The length of `token_ids`."""
         return len(self.job.prompt_ids) + len(self.output_ids)
 
     def hashes(self, block_size: int) -> Chain:
-        """Hashes of the full blocks of `token_ids`, under the tenant's salt."""
         if not self.output_ids:
             return self.job.hashes(block_size)
-        known = self._hashes.get(block_size)
-        if known is None or known[0] != len(self.output_ids):
+        entry = self._hashes.get(block_size)
+        if entry is None or entry[0] != len(self.output_ids):
             chain = chain_hashes(self.token_ids, block_size, salt=self.job.cache_salt)
-            self._hashes[block_size] = known = len(self.output_ids), chain
-        return known[1]
+            self._hashes[block_size] = entry = len(self.output_ids), chain
+        return entry[1]
 
     def failed_again(self) -> None:
         """Counts a failed attempt. Earlier failures no longer count if the answer has grown since."""
@@ -83,7 +80,6 @@ class JobState:
         self._num_tokens_at_failure = len(self.output_ids)
 
     def next_attempt(self) -> tuple[str, int]:
-        """The `next_id` of an attempt, which computes the prompt from its start."""
         self._num_attempts += 1
         self._num_received = 0
         return self.next_id()
@@ -108,7 +104,6 @@ class JobState:
         pull: Ticket | None = None,
         more: tuple[int, ...] = (),
     ) -> GenerateRequest:
-        """The rest of the job, after the emitted tokens and `more`."""
         job, output_ids = self.job, (*self.output_ids, *more)
         return GenerateRequest(
             request_id=request_id,
@@ -130,7 +125,6 @@ class JobState:
         return bool(self.output_ids) and not self.crashes.crash_count
 
     def append(self, update: SequenceUpdate) -> TokenDelta:
-        """Records an update and returns a delta with its new tokens."""
         first = not self.output_ids and bool(update.token_ids)
         repeated = self._num_prompt_logprobs - self._num_received
         self._num_received += len(update.prompt_logprobs)
@@ -155,14 +149,12 @@ class JobState:
         )
 
     def _cached(self, num_tokens: int) -> int:
-        known = self._num_cached if self._num_attempts > 1 and self._num_cached is not None else num_tokens
-        return min(num_tokens, known, len(self.job.prompt_ids))
+        most = self._num_cached if self._num_attempts > 1 and self._num_cached is not None else num_tokens
+        return min(num_tokens, most, len(self.job.prompt_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservations:
-    """Makes the reservations of one gateway."""
-
     gateway_id: str
     lease_s: float
 

@@ -99,8 +99,8 @@ async def probe_lane(
             f"{move_timeout_s:.1f} s"
         ) from None
     finally:
-        for one in (source, destination):
-            one.abort(reservation.request_id)
+        for worker in (source, destination):
+            worker.abort(reservation.request_id)
     if arrived.num_cached_tokens < num_tokens:
         raise TransferFailed(
             f"{destination.worker_id} used {arrived.num_cached_tokens} of {num_tokens} tokens, and computed the others"
@@ -126,7 +126,6 @@ def _request(name: str, prompt: tuple[int, ...], pull: Ticket | None = None) -> 
 
 
 async def _answer(member: Member, request: GenerateRequest) -> SequenceUpdate:
-    """The update with the one token."""
     updates = member.submit(request)
     try:
         async for update in updates:
@@ -146,4 +145,4 @@ def _agree(computed: SequenceUpdate, arrived: SequenceUpdate) -> bool:
 
 
 def _by_id(entry: Logprobs) -> dict[int, float]:
-    return {one.token_id: one.logprob for one in (entry.chosen, *entry.top)}
+    return {token.token_id: token.logprob for token in (entry.chosen, *entry.top)}

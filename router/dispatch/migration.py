@@ -41,16 +41,12 @@ RestOn = Callable[[Sequence[Member]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationTarget:
-    """The worker that a sequence runs on, and its updates from there on."""
-
     worker: Member
     request_id: str
     updates: Updates
 
 
 class _Migration:
-    """One attempt to migrate a sequence. `ticket` is set once the target has reserved blocks."""
-
     def __init__(self) -> None:
         self.to: Member | None = None
         self.request_id = ""
@@ -59,7 +55,6 @@ class _Migration:
         self.task: asyncio.Task[None] | None = None
 
     def end(self, *, adopted: bool = False) -> None:
-        """Releases the reservation, unless the sequence uses it."""
         self.over.set()
         if self.task is not None:
             self.task.cancel()
@@ -133,7 +128,6 @@ class Migrations:
         return move
 
     async def _arrange(self, job_state: JobState, here: MigrationTarget, move: _Migration) -> None:
-        """Reserves room on another worker and requests the migration. It keeps its place in the line until then."""
         async with self._gates.setdefault(here.worker, asyncio.Semaphore(MAX_MOVES_AT_ONCE)):
             try:
                 to = self._choose(job_state, here.worker)
@@ -155,7 +149,6 @@ class Migrations:
             await move.over.wait()
 
     def _take_over(self, job_state: JobState, here: MigrationTarget, move: _Migration | None) -> MigrationTarget:
-        """Continues on the next worker once the old one has stopped and the rest of the KV has arrived."""
         if move is None or move.to is None or move.ticket is None:
             raise TransferFailed(
                 f"worker {here.worker.worker_id} ended {here.request_id} as migrated, without a request to migrate it"

@@ -71,7 +71,6 @@ class PoisonRequests:
 
     @property
     def are_tried(self) -> bool:
-        """Whether a queued job is the likely reason for a loss."""
         return bool(self._line)
 
     async def lost(self, job_id: str, crashes: CrashHistory, life: Life, num_tokens: int, *, there_s: float) -> None:
@@ -109,9 +108,8 @@ class PoisonRequests:
             self._divide([crashes])
 
     async def turn(self, crashes: CrashHistory) -> bool:
-        """Returns when the job may be tried; True if it had to wait for others."""
         waited = False
-        while (batch := crashes.batch) is not None and not any(batch is one for one in self._tried()):
+        while (batch := crashes.batch) is not None and not any(batch is tried for tried in self._tried()):
             waited, num_moves = True, self._moved.count
             try:
                 async with asyncio.timeout(self._patience_s):
@@ -123,7 +121,6 @@ class PoisonRequests:
         return waited
 
     def progressed(self, crashes: CrashHistory, num_tokens: int) -> None:
-        """Records that the answer has this number of tokens."""
         if num_tokens > crashes.num_tokens:
             self.drop(crashes)
 
@@ -134,7 +131,7 @@ class PoisonRequests:
             return
         batch.discard(crashes)
         if not batch:
-            place = next(place for place, one in enumerate(self._line) if one is batch)
+            place = next(place for place, queued in enumerate(self._line) if queued is batch)
             del self._line[place]
             if place == 0:  # the next suspects take the place of each batch tried beside a slow one
                 self._num_tried = max(1, self._num_tried - 1)

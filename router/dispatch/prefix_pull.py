@@ -45,7 +45,6 @@ class PrefixHolder:
 
 
 def measured_bytes_per_s(load: WorkerLoad) -> float:
-    """The bytes that a worker's lanes have moved per second of busy time."""
     return load.transfer_bytes / load.transfer_s if load.transfer_s > 0 else UNMEASURED_BYTES_PER_S
 
 
@@ -89,8 +88,6 @@ def pull_id(request_id: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixPull:
-    """A planned transfer of the first `num_tokens` of an attempt's tokens, from the holder to the prefill worker."""
-
     request_id: str
     generation: int
     prefill_worker: Member
@@ -98,7 +95,6 @@ class PrefixPull:
     num_tokens: int
 
     def end(self) -> None:
-        """Releases the reservation, except blocks that the request has taken over."""
         self.prefill_worker.abort(self.request_id)
         self.holder.abort(self.request_id)
 
@@ -116,8 +112,6 @@ class PrefixPulls:
     def choose(
         self, job_state: JobState, request_id: str, generation: int, prefill_worker: Member, candidates: CandidateTable
     ) -> PrefixPull | None:
-        """The prefix that the attempt's prefill worker fetches, and its holder; None without a pull. A request with
-        logprobs or the mean of the prompt has no pull: its prompt must be computed."""
         sampling = job_state.job.sampling
         needs_all = sampling.prompt_logprobs is not None or sampling.pooling == "mean"
         if prefill_worker.info is None or (needs_all and not job_state.output_ids):
@@ -150,17 +144,16 @@ class PrefixPulls:
             num_tokens=best.num_tokens,
         )
 
-    def _holders(self, one: Candidate, most: int, block_size: int) -> Iterator[PrefixHolder]:
-        """A worker as holder of the tokens on its device, and as holder of those and the tokens on its host."""
-        bytes_per_s = measured_bytes_per_s(self._fleet.member(one.worker_id).load)
-        on_device = one.num_cached_tokens - one.num_host_tokens
-        for num_tokens in dict.fromkeys((min(on_device, most), min(one.num_cached_tokens, most))):
+    def _holders(self, worker: Candidate, most: int, block_size: int) -> Iterator[PrefixHolder]:
+        bytes_per_s = measured_bytes_per_s(self._fleet.member(worker.worker_id).load)
+        on_device = worker.num_cached_tokens - worker.num_host_tokens
+        for num_tokens in dict.fromkeys((min(on_device, most), min(worker.num_cached_tokens, most))):
             if num_tokens:
                 yield PrefixHolder(
-                    worker_id=one.worker_id,
+                    worker_id=worker.worker_id,
                     num_tokens=num_tokens // block_size * block_size,
                     bytes_per_s=bytes_per_s,
-                    load_s=float(one.load_time(num_tokens - on_device)) if num_tokens > on_device else 0.0,
+                    load_s=float(worker.load_time(num_tokens - on_device)) if num_tokens > on_device else 0.0,
                 )
 
     async def fetch(self, job_state: JobState, pull: PrefixPull) -> Ticket | None:

@@ -27,8 +27,6 @@ from router.routing.predictor import UNOBSERVED, Predictor, WorkerFeatures
 
 
 class FleetTable:
-    """The members as columns, in the order in which they joined."""
-
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._members: dict[str, Member] = {}
@@ -55,7 +53,6 @@ class FleetTable:
 
     @property
     def block_sizes(self) -> Collection[int]:
-        """The block sizes, in tokens, of all members that have been connected."""
         self._refresh()
         if self._sizes is None:
             self._sizes = tuple(dict.fromkeys(size for size in self._block_sizes if size))
@@ -68,8 +65,6 @@ class FleetTable:
         return CandidateTable(workers, self._values[:, columns])
 
     def candidates(self, matched: Match, num_tokens: int, block_size: int, *, now: float) -> CandidateTable:
-        """The workers that take new work and are trusted. `matched` is an index's answer for a sequence of `num_tokens`
-        tokens, of which the last must always be computed."""
         self._refresh()
         self._refresh_features(now)
         workers, columns = self._trusted(now)
@@ -82,7 +77,6 @@ class FleetTable:
     # -- columns that change seldom ------------------------------------------------------------------------------------
 
     def _lay_out(self) -> None:
-        """Computes all columns again, after members have come or gone."""
         count = len(self._members)
         self._places = {member: place for place, member in enumerate(self._members.values())}
         self._values = np.zeros((NUM_ROWS, count))
@@ -99,7 +93,6 @@ class FleetTable:
         self._is_laid_out = True
 
     def _refresh(self) -> None:
-        """Computes the columns of changed members again."""
         if not self._is_laid_out:
             self._lay_out()
         if not self._changed:
@@ -141,8 +134,8 @@ class FleetTable:
 
     def _note_observed(self) -> None:
         for worker_id in self._predictor.changed():
-            if (known := self._members.get(worker_id)) is not None:
-                self._due[known] = None
+            if (member := self._members.get(worker_id)) is not None:
+                self._due[member] = None
 
     # -- the workers that are offered ----------------------------------------------------------------------------------
 
@@ -168,11 +161,11 @@ class FleetTable:
             if (role := self._roles[place]) is not None
         ]
         roles = {role for _, role, _, is_paused in taking if not is_paused}
-        kept = [
+        offered = [
             (worker_id, role, place) for worker_id, role, place, paused in taking if not paused or role not in roles
         ]
-        workers = WorkerSet((worker_id for worker_id, _, _ in kept), (role for _, role, _ in kept))
-        return WorkerSubset(workers, columns_of([place for _, _, place in kept]))
+        workers = WorkerSet((worker_id for worker_id, _, _ in offered), (role for _, role, _ in offered))
+        return WorkerSubset(workers, columns_of([place for _, _, place in offered]))
 
 
 _LOAD_EACH = WorkerFeatures._fields.index("load_each_s")  # per byte, until it is converted to a token

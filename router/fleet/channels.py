@@ -51,8 +51,6 @@ class Channels:
         return TokenChannel(channel, token) if token else channel
 
     def learn(self, address: str, token: str) -> None:
-        """Records the token with which the worker at this address was announced ("" for none). Channels opened from now
-        on send it."""
         if token:
             self._tokens[address] = token
         else:

@@ -14,8 +14,6 @@ MAX_PAUSE_S = 30.0
 
 
 class CircuitBreaker:
-    """The circuit breaker of one worker."""
-
     def __init__(self) -> None:
         self._failures = 0  # in a row
         self._successes = 0
@@ -28,7 +26,6 @@ class CircuitBreaker:
         return self._until_s is None or now >= self._until_s
 
     def failed(self, now: float) -> bool:
-        """Counts a request that failed, possibly because of the worker. True if a pause begins."""
         self._successes = 0
         self._failures += 1
         if self._until_s is None and self._failures < MAX_FAILURES:
@@ -41,7 +38,6 @@ class CircuitBreaker:
         return True
 
     def succeeded(self) -> None:
-        """Records that a request got tokens from the worker."""
         self._failures = 0
         if self._until_s is None:
             return

@@ -83,7 +83,6 @@ class Fleet:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     def starting(self, worker_id: str, successor: Successor | None) -> None:
-        """Records that a process of the worker is being started. Running answers without a worker wait for it."""
         if self.successors.starting(worker_id, successor):
             self._changed.notify()
 
@@ -137,12 +136,10 @@ class Fleet:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's KV in layers without a window; 0 before the first worker."""
         return full_bytes(first.layout) if (first := self._reference()) is not None else 0
 
     @property
     def window_bytes(self) -> Sequence[tuple[int, int]]:
-        """The windows of layers, with a block's bytes in each."""
         return window_bytes(first.layout) if (first := self._reference()) is not None else ()
 
     def stored_as(self, revision: str) -> str:
@@ -150,16 +147,14 @@ class Fleet:
         return self._stored_as.get(revision, "")
 
     def member(self, worker_id: str) -> Member:
-        """The member with this id. Raises WorkerLost if it has left."""
         if worker_id not in self._members:
             raise WorkerLost(f"worker {worker_id} has left")
         return self._members[worker_id]
 
     def named(self, worker_id: str, *, param: str | None = None) -> Member:
-        """The member that somebody names, as `param`. Raises NotFound."""
         if worker_id not in self._members:
-            known = ", ".join(self._members) or "empty"
-            raise NotFound(f"there is no worker {worker_id}: the fleet is {known}", param=param)
+            fleet = ", ".join(self._members) or "empty"
+            raise NotFound(f"there is no worker {worker_id}: the fleet is {fleet}", param=param)
         return self._members[worker_id]
 
     def routed_elsewhere(self, worker_id: str, num_blocks: int, num_cached: int) -> None:
@@ -173,7 +168,6 @@ class Fleet:
         asyncio.get_running_loop().call_later(ELSEWHERE_S, member.drop_routed, name)
 
     def route(self, member: Member, name: str, num_tokens: int, num_blocks: int, *, is_there: bool = False) -> None:
-        """Adds these tokens to the worker's load, and to its recent work."""
         member.route(name, num_tokens, num_blocks, is_there=is_there)
         if member.role is not None:
             beside = member.load.num_running + member.load.num_waiting
@@ -190,8 +184,6 @@ class Fleet:
         return matched
 
     def candidates(self, matched: Match, num_tokens: int) -> CandidateTable:
-        """The workers that take new work, without those that their breaker pauses. `matched` is an index's answer for a
-        sequence of `num_tokens` tokens, of which the last must always be computed."""
         now = loop_time()
         return self._table.candidates(matched, num_tokens, self.block_size or 1, now=now)
 
@@ -207,27 +199,23 @@ class Fleet:
         return await self.lora.unload(name, self._clients())
 
     def _clients(self) -> dict[str, WorkerClient]:
-        """Clients of the connected workers, by id."""
         return {member.worker_id: member.client for member in self._members.values() if member.client is not None}
 
     def revision(self) -> str:
-        """The revision of a request that begins now."""
         if self.revisions.count > 1:
             self._revise()
         return self.revisions.begin()
 
     def _revise(self) -> None:
-        known = ((one.info, one.takes_work, one.load.retiring) for one in self._members.values())
-        self.revisions.update(RevisedWorker(info, *state) for info, *state in known if info is not None)
+        states = ((member.info, member.takes_work, member.load.retiring) for member in self._members.values())
+        self.revisions.update(RevisedWorker(info, *state) for info, *state in states if info is not None)
 
     def _note_workers(self) -> None:
-        """A worker has been connected or removed."""
         self._revise()
         self._stored_as |= _stored_as(self._here())
         self.lora.update(self._here())
 
     def suited(self, job: Job, candidates: CandidateTable) -> CandidateTable:
-        """The candidates of the job's revision that have its adapter, if it is for one."""
         if not self.revisions.serves_all(job.revision):
             candidates = candidates.take(self.revisions.places(job.revision, candidates.workers))
         return candidates if not job.adapter else candidates.take(self.lora.places(job.adapter, candidates.workers))
@@ -242,25 +230,19 @@ class Fleet:
         return min((self.predictor.overhead_s(role, now=now) for role in roles), default=0.0)
 
     def ready(self) -> bool:
-        """Whether a request can be served."""
         return any(member.takes_work for member in self._members.values())
 
     @property
     def is_empty(self) -> bool:
-        """Whether no worker is known."""
         return not self._members
 
     def asleep(self) -> str:
-        """Why there is no worker although a request would be served, in words; "" for another reason."""
         return self.sleep.describe(loop_time())
 
     def set_degraded(self, reason: str) -> None:
-        """Sets the fault of the cluster behind the workers; "" for none."""
         self._behind = reason
 
     def degraded(self) -> str:
-        """The faults despite which requests are served, of the cluster or of the connections to workers; "" if there
-        are none."""
         shared = (self.feed.trouble, self.feed.warning)
         return "; ".join(filter(None, (self._behind, *shared, *(notice() for notice in self.notices))))
 
@@ -287,22 +269,17 @@ class Fleet:
         )
 
     def load_totals(self) -> LoadCounts:
-        """The counters of workers' loads since the router's start."""
         for member in self._members.values():
             self._load_totals.credit(member)
         return self._load_totals.counts
 
     async def stats(self, worker_id: str) -> WorkerStats:
-        """The worker's tickets and lanes, queried from the worker. Raises WorkerLost."""
         return await self.member(worker_id).connection().stats()
 
     async def profile(self, worker_id: str, recording: bool | None = None) -> Profile:
-        """The worker's recorded steps; its recording then restarts, ends, or continues (None). Raises WorkerLost."""
         return await self.member(worker_id).connection().profile(recording)
 
     async def drain(self, worker_id: str) -> int:
-        """Requests a drain: the worker takes no new work, and ends when nothing runs on it. Returns the number of
-        running requests. Raises NotFound for an unknown worker, and WorkerLost for an unreachable one."""
         member = self.named(worker_id)
         drained = member.state is not WorkerState.READY
         try:
@@ -365,7 +342,6 @@ class Fleet:
             pause_s = FIRST_PAUSE_S if member.reconnect.is_set() else min(2 * pause_s, MAX_PAUSE_S)
 
     async def _session(self, member: Member) -> None:
-        """Runs one connection, from its handshake to its loss. Raises the BatonError that ended it."""
         config = self._config
         client = WorkerClient(
             member.address,
@@ -398,7 +374,6 @@ class Fleet:
             await client.close()
 
     def _admit(self, member: Member, info: WorkerInfo) -> None:
-        """Admits a worker to the fleet. Raises IncompatibleWorkers if it cannot share requests with the others."""
         if info.worker_id != member.worker_id:
             raise IncompatibleWorkers(
                 f"{member.address} answers as {info.worker_id}, not as {member.worker_id}: "
@@ -413,7 +388,6 @@ class Fleet:
             )  # fmt: skip
 
     def _reference(self, besides: Member | None = None) -> WorkerInfo | None:
-        """The first worker of the fleet, with which a new one is compared."""
         for member in self._members.values():  # called several times per request
             if member.info is not None and member.client is not None and member is not besides:
                 return member.info
@@ -482,14 +456,13 @@ async def _check(client: WorkerClient, worker_id: str) -> None:
 
 
 def _of(member: Member) -> dict[str, str]:
-    """The fields of a log record about this worker."""
     return {"worker": member.worker_id}
 
 
 def _stored_as(workers: Iterable[WorkerInfo]) -> dict[str, str]:
     """By revision; in one order, so that it does not depend on when which worker joined."""
-    found: dict[str, set[str]] = {}
+    forms: dict[str, set[str]] = {}
     for info in workers:
         types = "/".join(sorted({part.dtype for part in info.layout.parts}))
-        found.setdefault(info.revision, set()).add(f"{info.weights}; KV {types}")
-    return {revision: ", ".join(sorted(one)) for revision, one in found.items()}
+        forms.setdefault(info.revision, set()).add(f"{info.weights}; KV {types}")
+    return {revision: ", ".join(sorted(names)) for revision, names in forms.items()}

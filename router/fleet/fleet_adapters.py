@@ -23,8 +23,6 @@ log = logging.getLogger("baton.router")
 
 
 class AdapterHost(Protocol):
-    """A worker's client (`router.fleet.worker_client`)."""
-
     async def load_adapter(self, name: str, path: str) -> Adapter: ...
     async def unload_adapter(self, name: str) -> None: ...
 
@@ -43,16 +41,16 @@ class FleetAdapters:
         """Takes over what the connected workers have. Without any worker the names stay: requests wait for one."""
         infos = tuple(workers)
         self._workers = {}
-        found: dict[str, Counter[Adapter]] = {}
+        adapters_by_name: dict[str, Counter[Adapter]] = {}
         for info in infos:
             for adapter in info.adapters:
                 self._workers.setdefault(adapter.adapter_id, set()).add(info.worker_id)
-                found.setdefault(adapter.name, Counter())[adapter] += 1
+                adapters_by_name.setdefault(adapter.name, Counter())[adapter] += 1
         if infos:
             before = self.by_name
             self.by_name = {
-                name: max(adapters, key=lambda one: (len(self._workers[one.adapter_id]), one.adapter_id))
-                for name, adapters in sorted(found.items())
+                name: max(adapters, key=lambda adapter: (len(self._workers[adapter.adapter_id]), adapter.adapter_id))
+                for name, adapters in sorted(adapters_by_name.items())
             }
             for name, adapter in self.by_name.items():
                 if name in before and before[name].adapter_id != adapter.adapter_id:
@@ -62,12 +60,11 @@ class FleetAdapters:
 
     def learn(self, before: Iterable[Adapter], now: Iterable[Adapter]) -> None:
         """A connected worker has other adapters than before: somebody ordered it."""
-        had, has = ({one.name: one.path for one in adapters} for adapters in (before, now))
+        had, has = ({adapter.name: adapter.path for adapter in adapters} for adapters in (before, now))
         self._ordered |= {name: path for name, path in has.items() if had.get(name) != path}
         self._ordered |= dict.fromkeys(had.keys() - has.keys(), "")
 
     def places(self, adapter_id: str, workers: WorkerSet) -> list[int]:
-        """The places of the workers that have an adapter."""
         having = self._workers.get(adapter_id, ())
         return [place for place, worker_id in enumerate(workers.worker_ids) if worker_id in having]
 
@@ -75,24 +72,23 @@ class FleetAdapters:
         return len(self._workers.get(adapter.adapter_id, ()))
 
     def count(self, adapter_id: str) -> None:
-        """Counts a job."""
-        name = next((name for name, one in self.by_name.items() if one.adapter_id == adapter_id), "")
+        name = next((name for name, adapter in self.by_name.items() if adapter.adapter_id == adapter_id), "")
         self.num_jobs[name] += 1
 
     async def load(self, name: str, path: str, hosts: Mapping[str, AdapterHost]) -> AdapterReport:
         """`FleetView.load_adapter` on these workers, one at a time until one has the adapter: its files may harm their
         reader."""
-        found = dict[str, Adapter | BatonError | None]()
+        outcomes = dict[str, Adapter | BatonError | None]()
         for worker_id, host in hosts.items():
-            found[worker_id] = await _outcome(host.load_adapter(name, path))
-            if isinstance(found[worker_id], Adapter):
+            outcomes[worker_id] = await _outcome(host.load_adapter(name, path))
+            if isinstance(outcomes[worker_id], Adapter):
                 break
         others = {
-            worker_id: host.load_adapter(name, path) for worker_id, host in hosts.items() if worker_id not in found
+            worker_id: host.load_adapter(name, path) for worker_id, host in hosts.items() if worker_id not in outcomes
         }
-        found |= await _everywhere(others) if others or not hosts else {}
-        done = {worker_id: one for worker_id, one in found.items() if isinstance(one, Adapter)}
-        failed = {worker_id: one for worker_id, one in found.items() if isinstance(one, BatonError)}
+        outcomes |= await _everywhere(others) if others or not hosts else {}
+        done = {worker_id: outcome for worker_id, outcome in outcomes.items() if isinstance(outcome, Adapter)}
+        failed = {worker_id: outcome for worker_id, outcome in outcomes.items() if isinstance(outcome, BatonError)}
         if not done:
             worker_id, error = next(iter(failed.items()))
             if isinstance(error, Misconfigured):  # a mistake of the order, not of the settings that serve
@@ -104,21 +100,21 @@ class FleetAdapters:
         return AdapterReport(done=done, failed={worker_id: error.message for worker_id, error in failed.items()})
 
     async def unload(self, name: str, hosts: Mapping[str, AdapterHost]) -> AdapterReport:
-        """Unloads an adapter on these workers."""
-        found = await _everywhere({worker_id: host.unload_adapter(name) for worker_id, host in hosts.items()})
-        failed = {worker_id: one for worker_id, one in found.items() if isinstance(one, BatonError)}
+        outcomes = await _everywhere({worker_id: host.unload_adapter(name) for worker_id, host in hosts.items()})
+        failed = {worker_id: outcome for worker_id, outcome in outcomes.items() if isinstance(outcome, BatonError)}
         if name in self._ordered:
             self._ordered[name] = ""  # a worker that is away must not load it when it connects
-        if len(failed) == len(found):
-            raise next((one for one in failed.values() if not isinstance(one, NotFound)), next(iter(failed.values())))
+        if len(failed) == len(outcomes):
+            raise next(
+                (error for error in failed.values() if not isinstance(error, NotFound)), next(iter(failed.values()))
+            )
         self._ordered[name] = ""
         return AdapterReport(
-            done={worker_id: None for worker_id in found if worker_id not in failed},
+            done={worker_id: None for worker_id in outcomes if worker_id not in failed},
             failed={worker_id: error.message for worker_id, error in failed.items() if not isinstance(error, NotFound)},
         )
 
     async def catch_up(self, info: WorkerInfo, host: AdapterHost) -> None:
-        """Gives a worker that has connected what was ordered before. Failures are logged."""
         have = {adapter.name: adapter.path for adapter in info.adapters}
         for name, path in tuple(self._ordered.items()):
             try:
@@ -133,7 +129,6 @@ class FleetAdapters:
 async def _everywhere(
     calls: Mapping[str, Coroutine[None, None, Adapter | None]],
 ) -> dict[str, Adapter | BatonError | None]:
-    """Outcomes by worker. Raises NoWorkers without any."""
     if not calls:
         raise NoWorkers("no worker is connected that could have an adapter")
     return dict(zip(calls, await asyncio.gather(*map(_outcome, calls.values())), strict=True))

@@ -47,10 +47,9 @@ class FleetRevisions:
             self._texts[info.revision] = await self.open_texts(info)
 
     def update(self, workers: Iterable[RevisedWorker]) -> None:
-        """`workers`: all that are known, connected or not."""
-        known = tuple(workers)
-        self._workers = {one.info.worker_id: one.info.revision for one in known}
-        self._shares = shares(known)
+        revised = tuple(workers)
+        self._workers = {worker.info.worker_id: worker.info.revision for worker in revised}
+        self._shares = shares(revised)
         self.count = len(set(self._workers.values()) or ("",))
         self._credits = {revision: self._credits.get(revision, 0.0) for revision in self._shares}
         if self._shares and self.current not in self._shares:
@@ -66,11 +65,9 @@ class FleetRevisions:
         return self.current
 
     def serves_all(self, revision: str) -> bool:
-        """Whether every worker has this revision."""
         return self.count == 1 and revision in self._workers.values()
 
     def places(self, revision: str, workers: WorkerSet) -> list[int]:
-        """The places of the workers that have a revision."""
         return [place for place, worker_id in enumerate(workers.worker_ids) if self._workers.get(worker_id) == revision]
 
     def is_gone(self, revision: str) -> bool:
@@ -87,14 +84,14 @@ class FleetRevisions:
 def shares(workers: Sequence[RevisedWorker]) -> dict[str, float]:
     """How large a share of new requests each revision gets: by its workers that write answers. None goes to a revision
     whose workers retire, or that has no prefill worker where another one has, unless there is no other."""
-    able = [one for one in workers if one.takes_work]
-    writing = [one.info.revision for one in able if one.info.role is not WorkerRole.PREFILL]
-    with_prefill = {one.info.revision for one in able if one.info.role is WorkerRole.PREFILL}
-    retiring = {one.info.revision for one in able if one.retiring}
+    able = [worker for worker in workers if worker.takes_work]
+    writing = [worker.info.revision for worker in able if worker.info.role is not WorkerRole.PREFILL]
+    with_prefill = {worker.info.revision for worker in able if worker.info.role is WorkerRole.PREFILL}
+    retiring = {worker.info.revision for worker in able if worker.retiring}
     revisions = dict.fromkeys(writing)
     for unfit in (retiring, set(revisions) - with_prefill if with_prefill else set[str]()):
         if set(revisions) - unfit:
-            revisions = {one: None for one in revisions if one not in unfit}
+            revisions = {revision: None for revision in revisions if revision not in unfit}
     return {revision: float(writing.count(revision)) for revision in revisions}
 
 
@@ -107,7 +104,7 @@ def check_joins(info: WorkerInfo, others: Sequence[WorkerInfo]) -> None:
             f"of {VERSION} speaks wire {WIRE}: start both with versions of one wire (docs/releases.md)",
             param="wire",
         )
-    others = [one for one in others if one.revision == info.revision]
+    others = [other for other in others if other.revision == info.revision]
     if not others:
         return
     reference = others[0]

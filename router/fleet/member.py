@@ -105,17 +105,14 @@ class Member:
 
     @property
     def role(self) -> WorkerRole | None:
-        """The worker's role; None before its first connection."""
         return self.info.role if self.info is not None else None
 
     @property
     def block_size(self) -> int | None:
-        """Tokens per block; None before the first connection."""
         return self.info.layout.block_size if self.info is not None else None
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of a token's KV; 0 before the first connection."""
         return self.info.layout.block_bytes / self.info.layout.block_size if self.info is not None else 0.0
 
     @property
@@ -129,17 +126,14 @@ class Member:
 
     @property
     def drains(self) -> bool:
-        """Whether running sequences should migrate to other workers."""
         return self.state is WorkerState.DRAINING
 
     def connection(self) -> WorkerClient:
-        """The open connection. Raises WorkerLost if there is none."""
         if self.client is None:
             raise WorkerLost(f"worker {self.worker_id} is {self.state}: {self.reason}")
         return self.client
 
     def connected(self, info: WorkerInfo, client: WorkerClient) -> None:
-        """Records a successful handshake. A new life of the worker starts without load."""
         if self.info is None or self.info.incarnation != info.incarnation:
             self.load = self.credited = WorkerLoad()
             self._tokens_before = None
@@ -148,7 +142,6 @@ class Member:
         self.changed()
 
     def changed_role(self, role: WorkerRole) -> bool:
-        """Records the worker's present role. Returns whether it is another one than before."""
         if self.info is None or self.info.role is role:
             return False
         self.info = replace(self.info, role=role)
@@ -156,14 +149,12 @@ class Member:
         return True
 
     def changed_adapters(self, adapters: tuple[Adapter, ...]) -> bool:
-        """Records the worker's present adapters. Returns whether they are others than before."""
         if self.info is None or self.info.adapters == adapters:
             return False
         self.info = replace(self.info, adapters=adapters)
         return True
 
     def disconnected(self) -> None:
-        """Records the end of the connection."""
         self.client = None
         self.changed()
 
@@ -191,50 +182,40 @@ class Member:
         self.changed()
 
     def drop_routed(self, name: str) -> None:
-        """Stops counting work that was routed to this worker."""
         if self._routed.pop(name, None) is not None:
             self.changed()
 
     async def reserve(self, request: ReserveRequest) -> Ticket:
-        """Reserves blocks. Raises the worker's error, or WorkerLost."""
         ticket = await self.connection().reserve(request)
         self._submitted(request.request_id)
         return ticket
 
     async def renew(self, request: ReserveRequest) -> None:
-        """Extends the lease of a reservation. Raises the worker's error, or WorkerLost."""
         await self.connection().renew(request)
 
     def submit(self, request: GenerateRequest) -> Updates:
-        """Submits a request. Raises WorkerLost without a connection; a later loss fails the updates."""
         updates = self.connection().submit(request)
         self._submitted(request.request_id)
         return updates
 
     def move(self, request: MoveRequest) -> None:
-        """Requests a migration; its outcome comes with the request's updates. Raises WorkerLost without a
-        connection."""
         self.connection().move(request)
 
     def set_unread(self, request_id: str, is_unread: bool) -> None:
-        """Tells the worker whether a request's client reads nothing now."""
         if self.client is not None:
             self.client.set_unread(request_id, is_unread)
 
     def release(self, request_id: str) -> None:
-        """Drops a request that has ended on the worker."""
         self.drop_routed(request_id)
         if self.client is not None:
             self.client.release(request_id)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request on the worker, in any state."""
         self.drop_routed(request_id)
         if self.client is not None:
             self.client.abort(request_id)
 
     def _submitted(self, request_id: str) -> None:
-        """The worker has the request now: its load will include it."""
         if (routed := self._routed.get(request_id)) is not None:
             routed.since_step = self._num_steps
 
@@ -270,7 +251,6 @@ class Member:
     # ------------------------------------------------------------------------------------------------------------------
 
     def load_row(self) -> LoadRow:
-        """The worker's load with the work routed to it."""
         load, routed = self.load, self._routed.values()
         return LoadRow(
             load.num_running + load.num_waiting + load.num_tickets + len(routed),
@@ -283,7 +263,6 @@ class Member:
         )
 
     def status(self, num_cached_blocks: int, num_host_blocks: int, successor: str = "") -> WorkerStatus:
-        """The worker's status. `successor` describes the process that is about to replace it; "" without one."""
         return WorkerStatus(
             worker_id=self.worker_id,
             address=self.address,
@@ -299,5 +278,4 @@ class Member:
 
 
 def _without_key(info: WorkerInfo | None) -> WorkerInfo | None:
-    """The public description of a worker, without the key of its rendezvous server."""
     return info and replace(info, lane=replace(info.lane, key=""))

@@ -33,7 +33,6 @@ class FleetSleep:
 
     @property
     def may_serve(self) -> bool:
-        """Whether a request would be served after a wait: the fleet is asleep, or about to be awake."""
         return self._is_asleep or self._woken_s is not None
 
     def expected_s(self, now: float) -> float:
@@ -41,7 +40,6 @@ class FleetSleep:
         return max(0.0, self._start_s - (now - self._woken_s if self._woken_s is not None else 0.0))
 
     def describe(self, now: float) -> str:
-        """The state in words; "" while the fleet is awake."""
         if not self.may_serve:
             return ""
         due = f" in about {self.expected_s(now):.0f} s" if self._start_s else ""

@@ -31,7 +31,6 @@ class Successors:
         return len(self._starting.keys() | self._joined)
 
     def starting(self, worker_id: str, successor: Successor | None) -> bool:
-        """Records an announcement; None withdraws it. Returns whether anything changed."""
         before = self._starting.get(worker_id)
         if successor is None:
             self._starting.pop(worker_id, None)
@@ -40,12 +39,10 @@ class Successors:
         return before != successor
 
     def joined(self, worker_id: str) -> None:
-        """Notes that the successor serves; the fleet connects to it next."""
         self._starting.pop(worker_id, None)
         self._joined.add(worker_id)
 
     def arrived(self, worker_id: str) -> None:
-        """Removes a worker that the fleet has connected to or no longer expects. Ignores an unknown one."""
         self._starting.pop(worker_id, None)
         self._joined.discard(worker_id)
 

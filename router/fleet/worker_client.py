@@ -110,8 +110,6 @@ class Updates:
         self._waiting.clear()
 
     def report(self) -> bool:
-        """Queues one update with the tokens that the sink has written, so that they are counted. Returns False if there
-        are none."""
         if self._sink is None or self._loop is None or not (token_ids := self._sink.report(self._loop.time())):
             return False
         self._put(SequenceUpdate(request_id=self.request_id, token_ids=token_ids))
@@ -216,7 +214,6 @@ class WorkerClient:
         self._lost: WorkerLost | None = None
 
     async def describe(self) -> WorkerInfo:
-        """The handshake: returns the description of the worker at this address."""
         reply = await self._call(self._stub.Describe, worker_pb2.DescribeRequest(), self._connect_timeout_s)
         info = from_proto(WorkerInfo, reply)
         self._reads_further = info.reads_further
@@ -253,11 +250,9 @@ class WorkerClient:
     # -- the token path ------------------------------------------------------------------------------------------------
 
     def send_hello(self, hello: Hello) -> None:
-        """Requests KV events from a sequence number on, at the beginning and when some are missing."""
         self._outbox.put_nowait(worker_pb2.ToWorker(hello=to_proto(hello)))
 
     def submit(self, request: GenerateRequest) -> Updates:
-        """Submits a request. The caller ends its updates with `release` or `abort`."""
         updates = Updates(request.request_id, next(self._numbers), self._sinks)
         if self._lost is not None:
             updates.fail(WorkerLost(self._lost.message))
@@ -267,30 +262,25 @@ class WorkerClient:
         return updates
 
     def release(self, request_id: str) -> None:
-        """Stops receiving updates of a request that has ended."""
         if (updates := self._open.pop(request_id, None)) is not None:
             del self._numbered[updates.number]
             updates.attach(None)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request and its reservation on the worker, in any state. An unknown request is ignored."""
         self.release(request_id)
         if self._lost is None:
             self._outbox.put_nowait(worker_pb2.ToWorker(abort=worker_pb2.AbortRequest(request_ids=[request_id])))
 
     def move(self, request: MoveRequest) -> None:
-        """Requests the migration of a running request: its updates report MOVED, or why it stays."""
         if self._lost is None:
             self._outbox.put_nowait(worker_pb2.ToWorker(move=to_proto(request)))
 
     def set_unread(self, request_id: str, is_unread: bool) -> None:
-        """Tells the worker whether a request's client reads nothing now: then it makes room for others."""
         if self._lost is None:
             unread = worker_pb2.UnreadRequest(request_id=request_id, is_unread=is_unread)
             self._outbox.put_nowait(worker_pb2.ToWorker(unread=unread))
 
     def lose(self, error: WorkerLost) -> None:
-        """Closes the connection: every open request fails with this error immediately."""
         if self._lost is not None:
             return
         self._lost = error
@@ -323,32 +313,26 @@ class WorkerClient:
         await self._call(self._stub.Reserve, self._encoding.value(request), self._control_timeout_s)
 
     async def share(self, request: ShareRequest) -> int:
-        """Requests that cached blocks are pushed to a ticket. Returns the number of pushed blocks."""
         reply = await self._call(self._stub.Share, to_proto(request), self._control_timeout_s)
         return int(reply.num_blocks)
 
     async def drain(self, *, exit: bool = False) -> int:
-        """Requests a drain. Returns how many requests still run. With `exit` the worker ends after the last of them."""
         reply = await self._call(self._stub.Drain, worker_pb2.DrainRequest(exit=exit), self._control_timeout_s)
         return int(reply.num_running)
 
     async def retire(self) -> int:
-        """Requests that gateways begin no request of this worker's revision any more. Returns how many still run."""
         reply = await self._call(self._stub.Drain, worker_pb2.DrainRequest(retire=True), self._control_timeout_s)
         return int(reply.num_running)
 
     async def change_role(self, role: WorkerRole) -> WorkerRole:
-        """Requests another role, which the worker has once nothing runs on it. Returns the present one."""
         request = worker_pb2.ChangeRoleRequest(role=role)
         return WorkerRole((await self._call(self._stub.ChangeRole, request, self._control_timeout_s)).role)
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
-        """Loads a LoRA adapter. Raises the worker's error, or WorkerLost."""
         request = worker_pb2.LoadAdapterRequest(name=name, path=path)
         return from_proto(Adapter, await self._call(self._stub.LoadAdapter, request, ADAPTER_TIMEOUT_S))
 
     async def unload_adapter(self, name: str) -> None:
-        """Raises NotFound, or WorkerLost."""
         request = worker_pb2.UnloadAdapterRequest(name=name)
         await self._call(self._stub.UnloadAdapter, request, self._control_timeout_s)
 
@@ -357,7 +341,6 @@ class WorkerClient:
         return from_proto(WorkerStats, reply)
 
     async def profile(self, recording: bool | None = None) -> Profile:
-        """The recorded steps; recording then restarts, ends, or continues (None)."""
         request = worker_pb2.ProfileRequest(recording=recording)
         return from_proto(Profile, await self._call(self._stub.Profile, request, self._control_timeout_s))
 

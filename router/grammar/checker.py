@@ -67,7 +67,6 @@ class GrammarChecks:
             raise InvalidRequest(f"'{param}' cannot be enforced: {wrong}", param=param)
 
     def close(self) -> None:
-        """Ends its threads after their current grammar, and their processes. No `check` may run."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _wrong(self, grammar: str) -> str:
@@ -80,11 +79,11 @@ class GrammarChecks:
             check = self._asked[name] = _Asked(asyncio.create_task(self._find(name, encoded)))
         check.num_waiting += 1
         try:
-            return await asyncio.shield(check.found)
+            return await asyncio.shield(check.result)
         finally:
             check.num_waiting -= 1
             if not check.num_waiting and not check.has_turn:
-                check.found.cancel()
+                check.result.cancel()
                 self._asked.pop(name, None)
 
     async def _find(self, name: bytes, encoded: bytes) -> str:
@@ -128,15 +127,12 @@ class GrammarChecks:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A grammar that is being checked. It is dropped if no request waits for it and its turn has not come."""
-
-    found: asyncio.Task[str]
+    result: asyncio.Task[str]
     num_waiting: int = 0
     has_turn: bool = False
 
 
 def _blame(ended: LimitedProcessEnded) -> str:
-    """The reason for which the grammar ended the process."""
     match -ended.code:
         case signal.SIGPROF:
             return f"compiling it takes more than {CPU_S:g} s: intersect, nest or repeat fewer patterns"

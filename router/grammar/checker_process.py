@@ -35,20 +35,20 @@ def numbered_token(grammar: str) -> str:
     if "<[" not in grammar and "\\u" not in grammar:  # a list of grammars is JSON, which may escape them
         return ""
     _, warnings = LLMatcher.validate_grammar_with_warnings(grammar)  # without a tokenizer it names each such token
-    if not any("can't validate <" in one for one in warnings):
+    if not any("can't validate <" in warning for warning in warnings):
         return ""
-    found = next((one["token"] for one in _NUMBERED.finditer(grammar) if one["token"]), "<[...]>")
-    return f"token by number: {found}"
+    token = next((match["token"] for match in _NUMBERED.finditer(grammar) if match["token"]), "<[...]>")
+    return f"token by number: {token}"
 
 
 def make_answer() -> Callable[[bytes], bytes]:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-    known, limits = LLTokenizer(TokenizerWrapper(_Bytes())), LLParserLimits(verbose_errors=False)
+    tokenizer, limits = LLTokenizer(TokenizerWrapper(_Bytes())), LLParserLimits(verbose_errors=False)
 
     def answer(request: bytes) -> bytes:
         grammar = request.decode("utf-8", "surrogatepass")
-        matcher = LLMatcher(known, grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         return (matcher.get_error() or numbered_token(grammar))[:MAX_TOLD_CHARS].encode("utf-8", "replace")

@@ -42,11 +42,6 @@ _OPTIONS = "x-guidance"  # the library's, in a schema: they would decide of whit
 
 
 def json_grammar(schema: Mapping[str, Any], *, lenient: bool = False, compact: bool = False) -> str:
-    """JSON that the schema accepts. A `lenient` grammar passes over keywords that cannot be enforced; a `compact` one
-    has no white space outside of strings.
-
-    Raises InvalidRequest for a schema that cannot be read.
-    """
     schema = _readable(_without_options(schema, lenient))
     try:
         return LLMatcher.grammar_from_json_schema(orjson.dumps(schema).decode(), overrides=_options(lenient, compact))
@@ -82,7 +77,6 @@ def regex_grammar(regex: str) -> str:
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of the texts."""
     return "start: " + " | ".join(literal(choice) for choice in choices)
 
 

@@ -48,7 +48,6 @@ class Feed:
     async def close(self) -> None: ...
 
     def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, until: float) -> None:
-        """Counts a prompt as cached by the worker to which it was just routed."""
         self.index.expect(worker_id, hashes, until=until)
 
     def hello(self, worker_id: str, incarnation: int) -> Hello:
@@ -86,20 +85,17 @@ class Feed:
         return True
 
     def position(self, worker_id: str) -> tuple[int, int]:
-        """The incarnation of a worker and the number of its next event; (0, 0) before the first."""
         cursor = self._cursors.get(worker_id)
         return (cursor.incarnation, cursor.next_seq) if cursor is not None else (0, 0)
 
     @property
     def worker_ids(self) -> tuple[str, ...]:
-        """The workers with a known incarnation."""
         return tuple(self._cursors)
 
     def lost(self, worker_id: str) -> None:
         """Records the end of a connection. The worker's cached blocks are kept: it may reconnect in the same life."""
 
     def drop(self, worker_id: str) -> None:
-        """Drops a worker that has left."""
         self._cursors.pop(worker_id, None)
         self._asking.discard(worker_id)
         self.index.drop(worker_id)

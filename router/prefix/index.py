@@ -29,11 +29,9 @@ class Match(NamedTuple):
         )
 
     def joined(self, other: Match) -> Match:
-        """This match together with one of other workers."""
         return Match({**self.blocks, **other.blocks}, {**self.on_device, **other.on_device})
 
     def at_most(self, blocks: Mapping[str, int]) -> Match:
-        """The match with these upper bounds for some workers."""
         if not blocks:
             return self
         fewer = {worker_id: min(num, blocks.get(worker_id, num)) for worker_id, num in self.blocks.items()}
@@ -41,8 +39,8 @@ class Match(NamedTuple):
         return Match({worker_id: num for worker_id, num in fewer.items() if num}, near)
 
     def num_on_device(self, worker_id: str) -> int:
-        known = self.on_device.get(worker_id)
-        return self.blocks.get(worker_id, 0) if known is None else known
+        num_blocks = self.on_device.get(worker_id)
+        return self.blocks.get(worker_id, 0) if num_blocks is None else num_blocks
 
 
 NO_MATCH = Match()
@@ -58,9 +56,7 @@ class PrefixIndex(Protocol):
         """Applies events in their order; the caller ensures that none is missing."""
         ...
 
-    def drop(self, worker_id: str) -> None:
-        """Drops a worker with its blocks and expectations. Ignores an unknown one."""
-        ...
+    def drop(self, worker_id: str) -> None: ...
 
     def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, until: float) -> None:
         """Counts a whole chain as on the device until then: the worker was just given this prompt and will report it
@@ -70,9 +66,7 @@ class PrefixIndex(Protocol):
         """
         ...
 
-    def num_blocks(self, worker_id: str) -> int:
-        """Blocks that the worker has reported, in either tier."""
-        ...
+    def num_blocks(self, worker_id: str) -> int: ...
 
     def num_on_host(self, worker_id: str) -> int:
         """Blocks that the worker has reported on its host, some of them on the device as well."""

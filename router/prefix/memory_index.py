@@ -60,7 +60,6 @@ class MemoryPrefixIndex:
         return Match(blocks, fewer or NONE)
 
     def _note(self, depths: dict[str, int], slots: int, depth: int) -> None:
-        """Adds the depth of the workers in these slots; workers without blocks are left out."""
         if depth:
             depths.update((self._names[slot], depth) for slot in _bits(slots))
 
@@ -144,8 +143,6 @@ class MemoryPrefixIndex:
 
 
 class _Expected:
-    """Blocks that count as held for a while, per slot; `masks` joins the slots of a block."""
-
     def __init__(self) -> None:
         self.masks: dict[BlockHash, int] = {}
         self._until: dict[tuple[int, BlockHash], float] = {}
@@ -179,7 +176,6 @@ class _Expected:
 
 
 def _chains(parents: Parents) -> list[tuple[BlockHash, list[BlockHash]]]:
-    """Chains of blocks, each with the parent of its first block."""
     chains: list[tuple[BlockHash, list[BlockHash]]] = []
     seen: set[BlockHash] = set()
     for block in parents:

@@ -150,7 +150,6 @@ class RedisFeed(Feed):
                 await self._warmed.wait()
 
     async def close(self) -> None:
-        """Releases the leases, if Redis can be reached."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -181,7 +180,6 @@ class RedisFeed(Feed):
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     async def _share(self) -> NoReturn:
-        """Reads and writes until one of them fails, and raises its error."""
         both = asyncio.create_task(self._follow()), asyncio.create_task(self._write())
         try:
             await asyncio.gather(*both)
@@ -216,7 +214,6 @@ class RedisFeed(Feed):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     async def _warm(self) -> None:
-        """Loads every worker's snapshot and the events since."""
         places = await self._store.ends()
         first = places[EVENTS]
         for worker_id in await self._worker_ids():
@@ -228,21 +225,21 @@ class RedisFeed(Feed):
             await self._take(entries)
 
     async def _worker_ids(self) -> list[str]:
-        found = await self._store.worker_ids()
-        if None in found:
+        worker_ids = await self._store.worker_ids()
+        if None in worker_ids:
             self._leave_out("the id of a worker", ValueError())
-        return sorted(one for one in found if one is not None)
+        return sorted(worker_id for worker_id in worker_ids if worker_id is not None)
 
     async def _load(self, worker_id: str) -> str | None:
         """Loads a worker's snapshot, unless the index has later events. Returns the position in the stream after the
         snapshot."""
         try:
-            found = await self._store.snapshot(worker_id)
-            if found is None:
+            stored = await self._store.snapshot(worker_id)
+            if stored is None:
                 return None
-            snapshot, position = found
-            known = self.position(worker_id)
-            if worker_id not in self._scribes and (snapshot.incarnation, snapshot.first_seq) > known:
+            snapshot, position = stored
+            received = self.position(worker_id)
+            if worker_id not in self._scribes and (snapshot.incarnation, snapshot.first_seq) > received:
                 self.receive_shared(worker_id, snapshot)
             return position
         except UNREADABLE as error:
@@ -284,7 +281,6 @@ class RedisFeed(Feed):
             return True
 
     def _leave_out(self, what: str, error: Exception) -> None:
-        """Ignores an entry that no gateway has written."""
         self._unreadable.note(
             f"{what[:120]} in Redis cannot be read ({type(error).__name__}), and no gateway has written it: left out. "
             f"Only gateways may write to {self._store.root}*"
@@ -308,8 +304,7 @@ class RedisFeed(Feed):
                     await self._news.wait()
 
     async def _tick(self) -> None:
-        """Renews leases, acquires free ones, and drops workers without a gateway."""
-        self._lost.update(await self._store.renew([name for name, one in self._scribes.items() if one.writing]))
+        self._lost.update(await self._store.renew([name for name, scribe in self._scribes.items() if scribe.writing]))
         lost, self._lost = self._lost, set()
         for worker_id in lost:
             if worker_id in self._scribes:
@@ -333,8 +328,8 @@ class RedisFeed(Feed):
     async def _bury(self) -> None:
         """Removes workers for which no gateway has written for a whole lease: they have ended without a successor."""
         now = loop_time()
-        known = {*self.worker_ids, *await self._worker_ids()} - self._scribes.keys()
-        holders = await self._store.holders(sorted(known))
+        unconnected = {*self.worker_ids, *await self._worker_ids()} - self._scribes.keys()
+        holders = await self._store.holders(sorted(unconnected))
         for worker_id, holder in holders.items():
             if holder is not None:
                 self._unled_since_s.pop(worker_id, None)

@@ -115,8 +115,6 @@ class PromptEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignEntry:
-    """An entry of either stream that no gateway has written."""
-
     error: Exception
 
 
@@ -144,12 +142,10 @@ class Store:
     # -- writing for a worker ------------------------------------------------------------------------------------------
 
     async def acquire(self, worker_id: str, incarnation: int) -> bool:
-        """Acquires a worker's lease. False if another gateway holds it or knows a later life of the worker."""
         keys = (self._lease(worker_id), self._blocks(worker_id))
         return bool(await self._client.eval(ACQUIRE, 2, *keys, self.gateway_id, _sortable(incarnation), self._lease_ms))
 
     async def renew(self, worker_ids: Sequence[str]) -> list[str]:
-        """Renews leases. Returns the workers whose lease this gateway has lost."""
         if not worker_ids:
             return []
         keys = [key for worker_id in worker_ids for key in (self._lease(worker_id), self._blocks(worker_id))]
@@ -158,7 +154,6 @@ class Store:
         return [worker_ids[int(number)] for number in lost]
 
     async def append(self, worker_id: str, messages: Sequence[KVEvents]) -> bool:
-        """Appends consecutive events of one life of a worker. False if this gateway does not hold the lease."""
         entries: list[Any] = []
         for entry in _entries(messages):
             entries += (entry.first_seq, len(entry.events), to_proto(entry).SerializeToString())
@@ -167,7 +162,6 @@ class Store:
         return bool(await self._client.eval(APPEND, 2, *keys, *arguments, *entries))
 
     async def write(self, worker_id: str, snapshot: KVEvents) -> bool:
-        """Writes all of a worker's blocks. False if this gateway does not hold the lease."""
         keys = (self._lease(worker_id), self._blocks(worker_id), self.root + "workers", self.root + EVENTS)
         about = (self.gateway_id, worker_id, _sortable(snapshot.incarnation), snapshot.first_seq, self._snapshot_ms)
         pieces = [
@@ -186,7 +180,6 @@ class Store:
         return [_text(worker_id) for worker_id in await self._client.smembers(self.root + "workers")]
 
     async def holders(self, worker_ids: Sequence[str]) -> dict[str, str | None]:
-        """The gateway that holds each worker's lease."""
         if not worker_ids:
             return {}
         holders = await self._client.mget([self._lease(worker_id) for worker_id in worker_ids])
@@ -195,19 +188,18 @@ class Store:
 
     async def snapshot(self, worker_id: str) -> tuple[KVEvents, str] | None:
         """A worker's blocks, and the position in the stream from which later events follow."""
-        found: dict[bytes, bytes] = await self._client.hgetall(self._blocks(worker_id))
-        if not found:
+        fields: dict[bytes, bytes] = await self._client.hgetall(self._blocks(worker_id))
+        if not fields:
             return None
         events: list[KVEvent] = []
-        for number in range(len(found) - 3):
-            events += from_proto(KVEvents, KVEventsMessage.FromString(found[b"%d" % number])).events
+        for number in range(len(fields) - 3):
+            events += from_proto(KVEvents, KVEventsMessage.FromString(fields[b"%d" % number])).events
         snapshot = KVEvents(
-            incarnation=int(found[b"incarnation"]), first_seq=int(found[b"next"]), events=tuple(events), snapshot=True
+            incarnation=int(fields[b"incarnation"]), first_seq=int(fields[b"next"]), events=tuple(events), snapshot=True
         )
-        return snapshot, found[b"position"].decode()
+        return snapshot, fields[b"position"].decode()
 
     async def tidy(self, worker_id: str) -> None:
-        """Removes the data of a worker for which no gateway writes."""
         keys = (self._lease(worker_id), self._blocks(worker_id), self.root + "workers")
         await self._client.eval(TIDY, 3, *keys, worker_id)
 
@@ -220,7 +212,6 @@ class Store:
         )
 
     async def ends(self) -> StreamPositions:
-        """The present ends of both streams."""
         last = {name: await self._client.xrevrange(self.root + name, count=1) for name in (EVENTS, EXPECTED)}
         return {name: entries[0][0].decode() if entries else "0-0" for name, entries in last.items()}
 
@@ -283,7 +274,6 @@ def _expected(fields: dict[bytes, bytes]) -> PromptEntry:
 
 
 def stream_order(place: str) -> tuple[int, int]:
-    """Places in a stream, as comparable numbers."""
     milliseconds, _, number = place.partition("-")
     return int(milliseconds), int(number)
 

@@ -70,7 +70,6 @@ class RedisUrl:
         return f"{scheme}://{','.join(starmap(netloc, self.hosts))}{path}"
 
     def client(self, *, timeout_s: float) -> Redis | RedisCluster:
-        """A client for bytes. It connects on first use; a command takes `timeout_s` at most."""
         options: dict[str, Any] = {
             name: value for name, value in self.options.items() if not name.startswith("sentinel_")
         } | {"username": self.username, "password": self.password, "socket_timeout": timeout_s}
@@ -113,7 +112,6 @@ async def close(client: Redis | RedisCluster) -> None:
 
 
 def parse(url: str, *, setting: str) -> RedisUrl:
-    """Parses a URL. Raises Misconfigured, which names the setting and never the password."""
     try:
         parts = urlsplit(url)
     except ValueError as error:  # an IPv6 address without an end, or such a password
@@ -156,12 +154,12 @@ def parse(url: str, *, setting: str) -> RedisUrl:
 
 def _hosts(addresses: str, kind: str, setting: str) -> tuple[tuple[str, int], ...]:
     hosts = []
-    for one in addresses.split(","):
-        parts = urlsplit(f"//{one}")
+    for address in addresses.split(","):
+        parts = urlsplit(f"//{address}")
         try:
             host, port = parts.hostname, parts.port or _PORTS[kind]
         except ValueError as error:
-            raise Misconfigured(f"{setting}: {one!r} is not a host and port: {error}", param=setting) from error
+            raise Misconfigured(f"{setting}: {address!r} is not a host and port: {error}", param=setting) from error
         if not host:
             raise Misconfigured(f"{setting}: a host is missing: {_FORM}", param=setting)
         hosts.append((host, port))

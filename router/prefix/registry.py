@@ -23,7 +23,6 @@ def local_index() -> PrefixIndex:
 
 
 def open_feed(where: str, *, model: str, gateway_id: str) -> Feed:
-    """Opens the index, shared with other gateways if `where` is the URL of a Redis. Raises Misconfigured."""
     if where == MEMORY:
         return Feed(local_index(), gateway_id=gateway_id)
     from router.prefix.redis_index import RedisFeed

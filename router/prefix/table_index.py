@@ -70,15 +70,15 @@ class TablePrefixIndex:
     def match(self, hashes: Sequence[BlockHash], *, now: float) -> Match:
         self._library.table_expire(self._table, now)
         packed = Chain.of(hashes).packed
-        found, names = self._found, self._names
-        num = self._library.table_match(self._table, packed, len(packed) // BLOCK_HASH_BYTES, found)
+        numbers, names = self._found, self._names
+        num = self._library.table_match(self._table, packed, len(packed) // BLOCK_HASH_BYTES, numbers)
         stop = num & ~_APART
-        slots, depths = found[:stop], found[MAX_WORKERS : MAX_WORKERS + stop]
+        slots, depths = numbers[:stop], numbers[MAX_WORKERS : MAX_WORKERS + stop]
         blocks = {names[slot]: depth for slot, depth in zip(slots, depths, strict=True)}
         if stop == num:
             return Match(blocks)  # type: ignore[arg-type]
         start = 2 * MAX_WORKERS + 1
-        apart = found[start : start + 2 * found[start - 1]]
+        apart = numbers[start : start + 2 * numbers[start - 1]]
         on_device = {names[slot]: depth for slot, depth in zip(apart[::2], apart[1::2], strict=True)}
         return Match(blocks, on_device)  # type: ignore[arg-type]
 
@@ -138,7 +138,6 @@ class TablePrefixIndex:
 
     @property
     def num_entries(self) -> int:
-        """Distinct blocks in the tables, also those that are only the parent of another."""
         return int(self._library.table_entries(self._table))
 
     def check_integrity(self) -> None:
@@ -159,7 +158,6 @@ class TablePrefixIndex:
 
 @cache
 def compiled() -> ctypes.PyDLL | None:
-    """table_index.c as a library; None without a compiler. The first call on a machine takes a second."""
     return load(Path(__file__).with_suffix(".c"), _FUNCTIONS)
 
 

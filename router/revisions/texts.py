@@ -188,10 +188,10 @@ class RevisionTexts:
 def _tool_format(name: str, template: ChatTemplate | None, reasoning: Reasoning | None) -> ToolFormat | None:
     """Raises Misconfigured."""
     shown = format_of(template.tool_source) if template is not None else None
-    found = shown if name == "auto" else ToolFormat(name)
+    form = shown if name == "auto" else ToolFormat(name)
     has_channels = reasoning is not None and reasoning.name == "gpt_oss"
-    if found is not ToolFormat.GPT_OSS or has_channels:
-        return found
+    if form is not ToolFormat.GPT_OSS or has_channels:
+        return form
     if name == "auto":
         return None
     raise Misconfigured(
@@ -202,10 +202,10 @@ def _tool_format(name: str, template: ChatTemplate | None, reasoning: Reasoning 
 
 def _reasoning(name: str, template: ChatTemplate | None, tokenizer: Tokenizer) -> Reasoning | None:
     """Raises Misconfigured for a format whose marks this tokenizer does not have."""
-    found = (template.reasoning_format if template is not None else None) if name == "auto" else name
-    if found is None or found == "none":
+    parser = (template.reasoning_format if template is not None else None) if name == "auto" else name
+    if parser is None or parser == "none":
         return None
-    reasoning = Reasoning(found, tokenizer.vocabulary)
+    reasoning = Reasoning(parser, tokenizer.vocabulary)
     if reasoning.is_usable:
         return reasoning
     if name == "auto":

@@ -33,7 +33,6 @@ Numbers = TypeVar("Numbers", float, Floats)
 
 
 def where(condition: Any, chosen: Numbers, other: Numbers | float) -> Numbers:
-    """`np.where`, also for the number of one worker."""
     if isinstance(condition, np.ndarray):
         return np.where(condition, chosen, other)  # type: ignore[return-value]  # arrays, then
     return chosen if condition else other  # type: ignore[return-value]  # floats
@@ -53,8 +52,6 @@ UNKNOWN = Line()
 
 
 class LineNumbers(Protocol[Numbers]):
-    """A `Line`, or `Lines`."""
-
     @property
     def each_s(self) -> Numbers: ...
     def __call__(self, amount: Numbers, /) -> Numbers: ...
@@ -80,8 +77,6 @@ class WorkerNumbers(Protocol[Numbers]):
 
 
 class Lines:
-    """The `Line` of each worker, as columns."""
-
     __slots__ = ("each_s", "fixed_s")
 
     def __init__(self, fixed_s: Floats, each_s: Floats) -> None:
@@ -149,8 +144,6 @@ PREDICTED_ROWS = slice(ROWS["recent_tokens"], NUM_ROWS)
 
 
 class WorkerSet:
-    """Some workers in a fixed order."""
-
     def __init__(self, worker_ids: Iterable[str], roles: Iterable[WorkerRole]) -> None:
         self.worker_ids = tuple(worker_ids)
         self.roles = tuple(roles)
@@ -175,7 +168,6 @@ class WorkerSet:
 
     @cached_property
     def stands_in(self) -> bool:
-        """Whether the prefill pool does the decode pool's work."""
         return all(role is WorkerRole.PREFILL for role in self.roles)
 
     @cached_property
@@ -189,8 +181,8 @@ class WorkerSet:
         return roles, np.array([roles.index(role) for role in self.roles], dtype=np.intp)
 
     def take(self, places: Iterable[int]) -> WorkerSet:
-        kept = tuple(places)
-        return WorkerSet((self.worker_ids[place] for place in kept), (self.roles[place] for place in kept))
+        chosen = tuple(places)
+        return WorkerSet((self.worker_ids[place] for place in chosen), (self.roles[place] for place in chosen))
 
     def _subset(self, belongs: Callable[[WorkerRole], bool]) -> WorkerSubset:
         places = [place for place, role in enumerate(self.roles) if belongs(role)]
@@ -205,7 +197,6 @@ class WorkerSubset(NamedTuple):
 
 
 def columns_of(places: Sequence[int]) -> Columns:
-    """The columns at ascending places: a slice, which needs no copy, where the places have no gap."""
     if places and places[-1] - places[0] + 1 == len(places):
         return slice(places[0], places[-1] + 1)
     return np.array(places, dtype=np.intp)
@@ -237,12 +228,10 @@ class LaneLatencies(Mapping[str, Line]):
             self._lines.fixed_s[place], self._lines.each_s[place] = line.fixed_s, line.each_s
 
     def drop(self, decode: str) -> None:
-        """Removes a lane, if it was measured."""
         if self._measured.pop(decode, None) is not None:
             self._workers = None
 
     def lines(self, workers: WorkerSet) -> Lines:
-        """NaN for lanes that were not measured."""
         if workers is not self._workers:
             lines = [self._measured.get(worker_id, _UNMEASURED) for worker_id in workers.worker_ids]
             self._lines = Lines(np.array([line.fixed_s for line in lines]), np.array([line.each_s for line in lines]))
@@ -254,8 +243,6 @@ _UNMEASURED = Line(fixed_s=np.nan, each_s=np.nan)
 
 
 class _Column:
-    """The array of one number."""
-
     def __set_name__(self, owner: type, name: str) -> None:
         self._row = ROWS[name]
 
@@ -265,8 +252,6 @@ class _Column:
 
 
 class _LineColumns:
-    """Both arrays of one line."""
-
     def __set_name__(self, owner: type, name: str) -> None:
         self._row = ROWS[name]
 
@@ -300,7 +285,6 @@ class CandidateTable:
 
     @property
     def lines(self) -> Floats:
-        """The fixed row and the unit row of each line in `LINES`."""
         return self.values[len(NUMBERS) :]
 
     @classmethod
@@ -310,7 +294,7 @@ class CandidateTable:
             lines = [getattr(candidate, name) for name in LINES]
             parts = [part for line in lines for part in (line.fixed_s, line.each_s)]
             values[:, place] = [*(getattr(candidate, name) for name in NUMBERS), *parts]
-        return cls(WorkerSet((one.worker_id for one in candidates), (one.role for one in candidates)), values)
+        return cls(WorkerSet([c.worker_id for c in candidates], [c.role for c in candidates]), values)
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -320,19 +304,17 @@ class CandidateTable:
 
     def __getitem__(self, place: int) -> Candidate:
         column = self.values[:, place].tolist()
-        known: dict[str, Any] = dict(zip(NUMBERS, column, strict=False))
-        known.update(zip(_COUNTS, map(int, column), strict=False))
+        numbers: dict[str, Any] = dict(zip(NUMBERS, column, strict=False))
+        numbers.update(zip(_COUNTS, map(int, column), strict=False))
         for name in LINES:
             row = ROWS[name]
-            known[name] = Line(fixed_s=column[row], each_s=column[row + 1])
-        return Candidate(worker_id=self.workers.worker_ids[place], role=self.workers.roles[place], **known)
+            numbers[name] = Line(fixed_s=column[row], each_s=column[row + 1])
+        return Candidate(worker_id=self.workers.worker_ids[place], role=self.workers.roles[place], **numbers)
 
     def candidate(self, worker_id: str) -> Candidate:
         return self[self.workers.places[worker_id]]
 
     def pair(self, prefill_id: str | None, decode_id: str) -> tuple[Candidate, Candidate]:
-        """The worker that computes the prompt, and the worker that decodes. Without a `prefill_id` they are the
-        same."""
         decode = self.candidate(decode_id)
         return (self.candidate(prefill_id) if prefill_id is not None else decode), decode
 
@@ -341,12 +323,10 @@ class CandidateTable:
 
     @property
     def most_cached(self) -> int:
-        """The most tokens of the request that any worker has cached."""
         return int(np.maximum.reduce(self.num_cached_tokens))
 
     @property
     def caching(self) -> Sequence[str]:
-        """The workers that have some of the request cached."""
         return [self.workers.worker_ids[place] for place in self.num_cached_tokens.nonzero()[0].tolist()]
 
     def only(self, worker_id: str) -> CandidateTable:
@@ -358,8 +338,8 @@ class CandidateTable:
 
     def besides(self, worker_ids: Collection[str]) -> CandidateTable:
         """The table without some workers, or the same table if no worker would be left."""
-        kept = [place for place, worker_id in enumerate(self.workers.worker_ids) if worker_id not in worker_ids]
-        return self.take(kept) if kept and len(kept) < len(self) else self
+        others = [place for place, worker_id in enumerate(self.workers.worker_ids) if worker_id not in worker_ids]
+        return self.take(others) if others and len(others) < len(self) else self
 
     @property
     def prefill_pool(self) -> CandidateTable:

@@ -45,8 +45,6 @@ class RequestView(Value, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The cost of one candidate, and the terms that add up to it."""
-
     worker_id: str
     role: WorkerRole
     total: float
@@ -54,8 +52,6 @@ class Score:
 
 
 class SingleWorkerReason(StrEnum):
-    """Why one worker both computes the prompt and decodes."""
-
     COLOCATED = "colocated"
     NO_PREFILL_WORKER = "no prefill worker"
     STANDS_IN = "stands in for the decode pool"
@@ -88,13 +84,14 @@ def avoiding(policy: Policy, worker_ids: Collection[str]) -> Policy:
     def decide(view: RequestView, candidates: CandidateTable) -> Decision:
         pools = (candidates.prefill_pool.besides(worker_ids), candidates.decode_pool.besides(worker_ids))
         places = candidates.workers.places
-        return policy(view, candidates.take([places[one] for pool in pools for one in pool.workers.worker_ids]))
+        return policy(
+            view, candidates.take([places[worker_id] for pool in pools for worker_id in pool.workers.worker_ids])
+        )
 
     return decide if worker_ids else policy
 
 
 def shown_unit(unit: CostUnit) -> tuple[str, float]:
-    """The unit in which costs are shown, and the factor to it."""
     return ("ms", 1000.0) if unit == "s" else ("", 1.0)
 
 

@@ -23,7 +23,6 @@ class Decayed:
         self._since_s = 0.0
 
     def at(self, now: float) -> list[float]:
-        """The sums at the time `now`: the share of them that remains."""
         return self._left(max(0.0, now - self._since_s) / self._half_life_s)
 
     def age(self, now: float) -> None:
@@ -58,8 +57,6 @@ class PredictionErrors(Value, frozen=True, kw_only=True):
 
 
 class ErrorTracker:
-    """Tracks the errors of one prediction, to recognise outliers."""
-
     def __init__(self) -> None:
         self.so_far = PredictionErrors()
 
@@ -98,12 +95,10 @@ class LinearFit:
 
     @property
     def known(self) -> bool:
-        """Whether there was any observation."""
         return self._observed.sums[0] > 0
 
     @property
     def sure(self) -> bool:
-        """Whether there are enough recent observations to recognise an outlier."""
         return self._observed.sums[0] >= SURE
 
     def line(self, prior: Line) -> Line:

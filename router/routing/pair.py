@@ -62,7 +62,6 @@ class _PrefillChoice:
     transfer: Floats | None = None
 
     def worker_id(self, place: int) -> str | None:
-        """The prefill worker for the decode worker at `place`; None where that one computes the prompt itself."""
         by = int(self.place[place])
         return self.scores.workers.worker_ids[by] if self.scores is not None and by >= 0 else None
 
@@ -137,7 +136,6 @@ def pair(
 
 
 def _lanes_to(decode_id: str, prefill_ids: Sequence[str], view: RequestView) -> Mapping[str, LaneLatencies]:
-    """The lanes to one decode worker, copied: the view's own lanes change later."""
     measured = [(prefill_id, view.lane(prefill_id, decode_id)) for prefill_id in prefill_ids]
     return {prefill_id: LaneLatencies({decode_id: line}) for prefill_id, line in measured if line is not None}
 
@@ -161,15 +159,14 @@ def _disaggregated(
     if best not in near:
         near = np.array([best])
     costs, handed = totals[near], transfer(view, [worker_ids[place] for place in near], decode_pool)
-    found = (costs[:, None] + handed).argmin(axis=0)
+    cheapest_rows = (costs[:, None] + handed).argmin(axis=0)
     columns, first = np.arange(count), int(np.flatnonzero(near == best)[0])
-    gain = costs[first] + handed[first] - costs[found] - handed[found, columns]
-    rows = np.where(gain > slack, found, first)
+    gain = costs[first] + handed[first] - costs[cheapest_rows] - handed[cheapest_rows, columns]
+    rows = np.where(gain > slack, cheapest_rows, first)
     return _PrefillChoice(scores=prefilling, place=near[rows], cost=costs[rows], transfer=handed[rows, columns])
 
 
 def _or_single_worker(chosen: _PrefillChoice, single: Bools, own: Floats) -> _PrefillChoice:
-    """Makes the decode workers that serve both halves their own prefill workers, at the cost `own`."""
     return _PrefillChoice(
         scores=chosen.scores,
         place=np.where(single, -1, chosen.place),
@@ -213,22 +210,20 @@ def _parts(decision: Decision) -> Sequence[PoolScores]:
 
 
 def _kept_scores(decoding: PoolScores, totals: Floats, chosen: _PrefillChoice, place: int) -> Sequence[PoolScores]:
-    """The scores of the prefill pool, and of the decode pool with the prefill of each of its workers."""
     transfer = [] if chosen.transfer is None else [("transfer", chosen.transfer)]
     whole = PoolScores(decoding.workers, totals, (*decoding.terms, *transfer, ("prefill", chosen.cost)))
-    kept = _lowest(whole, place)
+    lowest = _lowest(whole, place)
     prefill_ids = () if chosen.scores is None else chosen.scores.workers.worker_ids
     names = [
         f"prefill by {prefill_ids[by] if by >= 0 else decoding.workers.worker_ids[at]}"
-        for at, by in zip(kept, chosen.place[kept].tolist(), strict=True)
+        for at, by in zip(lowest, chosen.place[lowest].tolist(), strict=True)
     ]
-    whole = whole.take(kept).renamed("prefill", names)
+    whole = whole.take(lowest).renamed("prefill", names)
     by = int(chosen.place[place])
     return [whole] if chosen.scores is None else [chosen.scores.take(_lowest(chosen.scores, by)), whole]
 
 
 def _lowest(scores: PoolScores, chosen: int) -> Sequence[int]:
-    """The places to keep, in order: all places, or the lowest totals and the chosen place."""
     if len(scores) <= MAX_SCORES:
         return range(len(scores))
     lowest = set(scores.cheapest(MAX_SCORES).tolist())
@@ -246,5 +241,5 @@ def kept_candidates(candidates: CandidateTable, decision: Decision) -> Candidate
     rivals = candidates.num_cached_tokens.copy()
     rivals[by] = -1
     rival = pool.workers.worker_ids[int(rivals[pool.columns].argmax())]
-    kept = {*scored_workers(decision.scores), prefill_id, decision.decode, rival}
-    return candidates.take(sorted(workers.places[worker_id] for worker_id in kept))
+    worker_ids = {*scored_workers(decision.scores), prefill_id, decision.decode, rival}
+    return candidates.take(sorted(workers.places[worker_id] for worker_id in worker_ids))

@@ -56,8 +56,6 @@ class WorkerFeatures(NamedTuple, Generic[Numbers]):
 
 
 class PoolNumbers(NamedTuple, Generic[Numbers]):
-    """The predictor's numbers about a worker's pool. Unknown numbers are NaN."""
-
     prefill_fixed_s: Numbers
     prefill_each_s: Numbers
     step_fixed_s: Numbers
@@ -148,10 +146,10 @@ class Predictor:
                 expected(WorkerFeatures(*worker), pools[number], lane)
                 for worker, number in zip(features.T.tolist(), numbers.tolist(), strict=True)
             ]
-            priors, predicted = [one[0] for one in each], np.array([one[1] for one in each]).T
+            priors, predicted = [row[0] for row in each], np.array([row[1] for row in each]).T
         else:
-            known: WorkerFeatures[Floats] = WorkerFeatures(*features)
-            columns, lines = expected(known, PoolNumbers(*np.array(pools, dtype=np.float64).T[:, numbers]), lane)
+            workers: WorkerFeatures[Floats] = WorkerFeatures(*features)
+            columns, lines = expected(workers, PoolNumbers(*np.array(pools, dtype=np.float64).T[:, numbers]), lane)
             priors, predicted = np.array(columns).T, np.array(lines)
         self._offer(table.workers, priors)
         table.values[PREDICTED_ROWS] = predicted
@@ -184,7 +182,6 @@ class Predictor:
         return self._lanes
 
     def errors(self) -> Mapping[str, tuple[PredictionErrors, PredictionErrors]]:
-        """The errors by worker: of first tokens, and of the time between tokens."""
         return {
             worker_id: (
                 self._prefill[worker_id].errors.so_far if worker_id in self._prefill else PredictionErrors(),
@@ -229,9 +226,8 @@ class Predictor:
         self.answer_tokens += (num_tokens - self.answer_tokens) / HALF_COUNT
 
     def saw_transfer(self, prefill_id: str, decode_id: str, *, num_bytes: float, seconds: float, now: float) -> None:
-        """Records that an answer waited `seconds` for KV of `num_bytes`."""
-        if self._prior_of(prefill_id) is not None and (known := self._prior_of(decode_id)) is not None:
-            prior = known.transfer
+        if self._prior_of(prefill_id) is not None and (decode_prior := self._prior_of(decode_id)) is not None:
+            prior = decode_prior.transfer
             lane = self._fits_of_lanes.setdefault(prefill_id, {}).setdefault(decode_id, LinearFit())
             lane.observe(num_bytes, seconds, prior=prior, now=now)
             self._lanes.setdefault(prefill_id, LaneLatencies()).set(decode_id, lane.line(prior))
@@ -240,7 +236,6 @@ class Predictor:
         self._all_lanes.observe(num_bytes, seconds, prior=TRANSFER, now=now)
 
     def drop(self, worker_id: str) -> None:
-        """Removes a worker that has left, and its lanes."""
         self._prefill.pop(worker_id, None)
         self._step.pop(worker_id, None)
         self._transfer.pop(worker_id, None)
@@ -251,8 +246,8 @@ class Predictor:
             self._recent[role].drop(worker_id)
             self._speeds[role].drop(worker_id)
             self._overheads[role].drop(worker_id)
-        for known in (self._fits_of_lanes, self._lanes):
-            known.pop(worker_id, None)
+        for by_worker in (self._fits_of_lanes, self._lanes):
+            by_worker.pop(worker_id, None)
         for prefill_id in [prefill_id for prefill_id, fits in self._fits_of_lanes.items() if fits.pop(worker_id, None)]:
             self._lanes[prefill_id].drop(worker_id)
             if not self._lanes[prefill_id]:
@@ -310,16 +305,16 @@ def _prior(numbers: Iterable[float]) -> _Prior:
 
 
 def expected(
-    known: WorkerFeatures[Numbers], pool: PoolNumbers[Numbers], lane: Line
+    worker: WorkerFeatures[Numbers], pool: PoolNumbers[Numbers], lane: Line
 ) -> tuple[tuple[Numbers, ...], tuple[Numbers, ...]]:
     """The numbers of a `_Prior` and those of `PREDICTED_ROWS`, for one worker or, as columns, for many. `lane` is the
     line of all lanes."""
-    slower = slowness(known.prefill_tokens_per_s, pool.prefill_tokens_per_s)
+    slower = slowness(worker.prefill_tokens_per_s, pool.prefill_tokens_per_s)
     is_measured = pool.prefill_tokens_per_s == pool.prefill_tokens_per_s
     prefill_each_s = where(is_measured, slower / pool.prefill_tokens_per_s, pool.prefill_each_s)
     # An old slow step must not keep an idle worker idle: the pool's step counts instead.
-    as_pool = (known.num_running < pool.has_steps) | (known.step_s == 0)
-    own_s = known.step_s - pool.step_each_s * known.num_running
+    as_pool = (worker.num_running < pool.has_steps) | (worker.step_s == 0)
+    own_s = worker.step_s - pool.step_each_s * worker.num_running
     step_fixed_s = where(as_pool, pool.step_fixed_s, where(own_s > 0, own_s, 0.0))
     # A colocated worker's steps are long while it has prompts. They show where prompts went, not where the next prompt
     # should go. So the pool's line counts, scaled by the worker's prefill speed.
@@ -328,23 +323,23 @@ def expected(
     lane_fixed_s, lane_each_s, fitted_fixed_s, fitted_each_s = (
         where(own == own, own, expected_s)
         for own, expected_s in (
-            (known.lane_fixed_s, lane.fixed_s),
-            (known.lane_each_s, lane.each_s),
-            (known.fitted_fixed_s, lane.fixed_s),
-            (known.fitted_each_s, lane.each_s),
+            (worker.lane_fixed_s, lane.fixed_s),
+            (worker.lane_each_s, lane.each_s),
+            (worker.fitted_fixed_s, lane.fixed_s),
+            (worker.fitted_each_s, lane.each_s),
         )
     )
-    recent_tokens = known.recent_tokens * halved(pool.recent_share, known.recent_at - pool.recent_at)
+    recent_tokens = worker.recent_tokens * halved(pool.recent_share, worker.recent_at - pool.recent_at)
     return (
         (pool.prefill_fixed_s, prefill_each_s, step_fixed_s, step_each_s, lane_fixed_s, lane_each_s),
         (
             recent_tokens,
-            pool.prefill_fixed_s * known.prefill_ratio,
-            prefill_each_s * known.prefill_ratio,
-            known.load_fixed_s,
-            known.load_each_s,
-            step_fixed_s * known.step_ratio,
-            step_each_s * known.step_ratio,
+            pool.prefill_fixed_s * worker.prefill_ratio,
+            prefill_each_s * worker.prefill_ratio,
+            worker.load_fixed_s,
+            worker.load_each_s,
+            step_fixed_s * worker.step_ratio,
+            step_each_s * worker.step_ratio,
             fitted_fixed_s,
             fitted_each_s,
         ),
@@ -352,6 +347,5 @@ def expected(
 
 
 def _load_line(load: WorkerLoad) -> Line:
-    """The line of loads from host memory, from the worker's own measurements."""
     host = load.host
     return Line(each_s=host.load_s / host.loaded_bytes) if host is not None and host.loaded_bytes else LOAD

@@ -25,17 +25,14 @@ class PrefillSpeeds:
         self._between = (0.0, math.inf)  # no worker's kind changes while the mean stays inside
 
     def report(self, worker_id: str, speed: float) -> None:
-        """Records a reported speed; 0 is ignored."""
         if speed and self._reported.get(worker_id) != speed:
             self._reported[worker_id], self._mean = speed, None
 
     def of(self, worker_id: str) -> float:
-        """The latest report; 0 before the first."""
         return self._reported.get(worker_id, 0.0)
 
     @property
     def mean(self) -> float:
-        """The mean of all reported speeds; 0 before the first report."""
         if self._mean is None:
             self._mean = self._last_mean = sum(self._reported.values()) / len(self._reported) if self._reported else 0.0
         return self._mean
@@ -56,13 +53,13 @@ class PrefillSpeeds:
         if not mean or low < mean < high:
             return ()
         self._between = (0.0, math.inf)
-        found = []
+        changed = []
         for worker_id, before in self._kinds.items():
             speed = self._reported[worker_id]
             if (kind := _kind(mean / speed)) != before:
-                found.append(worker_id)
+                changed.append(worker_id)
             self._sort(worker_id, speed, kind)
-        return found
+        return changed
 
     def _sort(self, worker_id: str, speed: float, kind: int) -> None:
         self._kinds[worker_id] = kind
@@ -92,5 +89,4 @@ def _kind(slower: float) -> int:
 
 
 def counted(slower: float) -> float:
-    """The slowness if it counts as a difference, otherwise 1."""
     return slower if slower >= ALIKE or slower * ALIKE <= 1 else 1.0

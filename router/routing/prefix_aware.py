@@ -61,10 +61,9 @@ def _prefill(view: RequestView, candidates: CandidateTable) -> PoolScores:
 
 
 def _decode(view: RequestView, candidates: CandidateTable) -> PoolScores:
-    """Scores by the KV to be moved to the worker, by its running sequences, and by the blocks that the answer lacks."""
     steps = candidates.decode_step_s
-    known = steps > 0
-    slowness = np.where(known, steps / steps[known].min(), 1.0) if known.any() else np.ones(len(steps))
+    measured = steps > 0
+    slowness = np.where(measured, steps / steps[measured].min(), 1.0) if measured.any() else np.ones(len(steps))
     absent = num_off_device(view, candidates)
     missing = np.maximum(0, absent - candidates.num_free_blocks * view.block_size)
     return pool_scores(
@@ -76,6 +75,5 @@ def _decode(view: RequestView, candidates: CandidateTable) -> PoolScores:
 
 
 def _slowness(speeds: Floats) -> Floats:
-    """Each speed relative to the fastest: how many times slower. A worker of unknown speed counts as the fastest."""
     fastest = speeds.max() or 1.0
     return fastest / np.where(speeds > 0, speeds, fastest)

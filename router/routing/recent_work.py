@@ -23,11 +23,9 @@ class RecentWork:
         self._now = 0.0
 
     def clock(self, now: float) -> float:
-        """Halvings since the start."""
         return self._halvings + max(0.0, now - self._now) / RECENT_S
 
     def give(self, worker_id: str, work: float, *, now: float) -> None:
-        """Records a request that was sent to a worker."""
         before, at = self.of(worker_id, now=now)
         self._halvings, self._now = self.clock(now) + 1 / (RECENT_EACH * len(self._given)), now
         self._given[worker_id] = (before * kept(self._halvings - at) + work, self._halvings)
@@ -44,7 +42,6 @@ class RecentWork:
         return self._given[worker_id]
 
     def drop(self, worker_id: str) -> None:
-        """Removes a worker that has left."""
         self._given.pop(worker_id, None)
 
 
@@ -56,7 +53,6 @@ def whole(work: float, at: float) -> tuple[float, float]:
 
 
 def since_whole(clock: float) -> tuple[float, int]:
-    """The share that remains of work from the last whole halving, and the number of that halving."""
     before = math.floor(clock)
     return kept(clock - before), before
 
@@ -69,5 +65,4 @@ def halved(share: Numbers, halvings: Numbers) -> Numbers:
 
 
 def kept(halvings: float) -> float:
-    """The share that remains after this number of halvings."""
     return float(0.5**halvings)

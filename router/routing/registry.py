@@ -26,7 +26,6 @@ NAMES = tuple(_POLICIES)
 
 
 def policy_of(config: RouterConfig, name: str = "") -> Policy:
-    """The policy called `name`, or the configured policy. Raises Misconfigured for an unknown name."""
     name = name or config.policy
     check_name(name)
     module, function = _POLICIES[name].split(":")
@@ -34,12 +33,10 @@ def policy_of(config: RouterConfig, name: str = "") -> Policy:
 
 
 def shadow_names(config: RouterConfig) -> list[str]:
-    """The configured shadow policies, without duplicates."""
-    return list(dict.fromkeys(name for one in config.shadow_policy.split(",") if (name := one.strip())))
+    return list(dict.fromkeys(name for part in config.shadow_policy.split(",") if (name := part.strip())))
 
 
 def check_names(config: RouterConfig) -> None:
-    """Checks the names of the deciding policy and of the shadow policies. Raises Misconfigured."""
     check_name(config.policy)
     for name in shadow_names(config):
         check_name(name, "shadow_policy")

@@ -33,7 +33,6 @@ def num_uncached(view: RequestView, candidates: WorkerNumbers[Numbers]) -> Numbe
 
 
 def num_off_device(view: RequestView, candidates: WorkerNumbers[Numbers]) -> Numbers:
-    """Tokens that need room on the device, whether they are loaded, received or computed."""
     return num_uncached(view, candidates) + candidates.num_host_tokens
 
 
@@ -81,8 +80,6 @@ def handed_bytes(view: RequestView, decode: WorkerNumbers[Numbers]) -> Numbers:
 
 
 def estimate(view: RequestView, prefill: Candidate, decode: Candidate) -> LatencyEstimate:
-    """The times expected of a decision by any policy. `decode` is `prefill` where one worker serves the whole
-    request."""
     load, handed_s = load_s(prefill), 0.0
     if decode is not prefill:
         lane = view.lane(prefill.worker_id, decode.worker_id) or decode.transfer_time

@@ -41,22 +41,18 @@ class PoolScores:
         )
 
     def take(self, places: Sequence[int]) -> PoolScores:
-        """The scores of some of the workers. Every term must have one name for all workers."""
         columns = np.asarray(places, dtype=np.intp)
         terms = [(name, cost[columns]) for name, cost in self.terms]
         return PoolScores(self.workers.take(places), self.totals[columns], terms)
 
     def renamed(self, term: str, names: Sequence[str]) -> PoolScores:
-        """The same scores; `term` has its own name for each worker."""
         terms = [(names if name == term else name, cost) for name, cost in self.terms]
         return PoolScores(self.workers, self.totals, terms)
 
     def plus(self, **terms: Floats) -> PoolScores:
-        """The same scores with further costs."""
         return PoolScores(self.workers, reduce(add, terms.values(), self.totals), (*self.terms, *terms.items()))
 
     def cheapest(self, count: int) -> Places:
-        """The places of the lowest totals; of equal totals the first comes first."""
         totals = self.totals
         if count >= len(totals):
             return np.argsort(totals, kind="stable")
@@ -66,7 +62,6 @@ class PoolScores:
 
 
 def pool_scores(candidates: CandidateTable, **terms: Floats) -> PoolScores:
-    """Scores whose totals are the sums of the named costs."""
     return PoolScores(candidates.workers, reduce(add, terms.values()), tuple(terms.items()))
 
 

@@ -43,8 +43,6 @@ TOLERANCE = 0.05  # costs are predictions: smaller differences are ignored
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """The objectives for the time to the first token and the time between tokens, in seconds."""
-
     ttft_s: float
     tpot_s: float
 
@@ -63,8 +61,6 @@ def slo(config: RouterConfig) -> Policy:
 
 
 def prefill_rank(objectives: Objectives) -> Rank:
-    """Orders by the time to the first token, plus its cost for other requests."""
-
     def rank(view: RequestView, candidates: CandidateTable) -> PoolScores:
         line, load = candidates.prefill_time, load_s(candidates)
         compute = line.each_s * num_uncached(view, candidates)
@@ -88,8 +84,6 @@ def prefill_rank(objectives: Objectives) -> Rank:
 
 
 def decode_rank(objectives: Objectives) -> Rank:
-    """Orders by the time of the answer, its cost for other answers, and the wait for blocks."""
-
     def rank(view: RequestView, candidates: CandidateTable) -> PoolScores:
         step_s = tpot_s(candidates)
         answer = view.answer_tokens * step_s
@@ -113,8 +107,8 @@ def _congestion(candidates: CandidateTable) -> float:
 
 def _late(seconds: Floats, objective_s: float) -> Floats:
     """Seconds beyond the objective; 0 for all where every worker exceeds it."""
-    kept = seconds.min() <= objective_s
-    return np.maximum(0.0, seconds - objective_s) if kept else np.zeros(len(seconds))
+    is_met = seconds.min() <= objective_s
+    return np.maximum(0.0, seconds - objective_s) if is_met else np.zeros(len(seconds))
 
 
 def _excess(view: RequestView, candidates: CandidateTable) -> Floats:

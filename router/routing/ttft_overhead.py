@@ -29,7 +29,6 @@ class TtftOverhead:
         self._since_s = self._last_s = 0.0
 
     def add(self, worker_id: str) -> None:
-        """Adds a worker of the pool. A new worker resets the estimate."""
         if worker_id not in self._workers:
             self._workers[worker_id] = None
             self._reset()

@@ -57,7 +57,7 @@ _METHODS = frozenset({
 
 
 class _Spent(Exception):
-    """The counts are."""
+    """A template has used up its steps or characters."""
 
 
 class BoundedTemplate:
@@ -65,7 +65,6 @@ class BoundedTemplate:
     and none has spent them. `was_ended`: a process had to be ended."""
 
     def __init__(self, source: str, local_time: Callable[[], datetime] = datetime.now) -> None:
-        """Raises BadCheckpoint when it is not a Jinja template."""
         self._source = source
         self._environment = _CountingEnvironment()
         complete(self._environment, local_time)
@@ -75,8 +74,8 @@ class BoundedTemplate:
         try:
             self.tree = self._environment.parse(source)
             self.is_counted = self.is_quick = _is_counted(self.tree)
-            unknown = {one.name for one in self.tree.find_all(nodes.Filter)} - self._environment.filters.keys()
-            unknown |= {one.name for one in self.tree.find_all(nodes.Test)} - self._environment.tests.keys()
+            unknown = {node.name for node in self.tree.find_all(nodes.Filter)} - self._environment.filters.keys()
+            unknown |= {node.name for node in self.tree.find_all(nodes.Test)} - self._environment.tests.keys()
             if unknown:
                 raise BadCheckpoint(f"the chat template has no filters or tests {', '.join(sorted(unknown))} to use")
             if self.is_counted:
@@ -87,7 +86,7 @@ class BoundedTemplate:
                 self._template.globals = dict(self._template.globals)
             else:
                 names = self.tree.find_all(nodes.Name)
-                self.variables = frozenset(one.name for one in names if one.ctx == "load")
+                self.variables = frozenset(name.name for name in names if name.ctx == "load")
         except (*TEMPLATE_FAILURES, SyntaxError) as error:
             raise BadCheckpoint(f"the chat template is not valid Jinja: {error}") from error
 
@@ -141,7 +140,6 @@ class _Spending(threading.local):
             raise _Spent
 
     def add(self, text: Any) -> Any:
-        """A text that was put together, or anything else."""
         if isinstance(text, str):
             self.write(len(text))
         return text
@@ -231,8 +229,8 @@ class _Costs(NodeTransformer):
         if isinstance(node, nodes.Add):
             node.left, node.right = self._shown(node.left), self._shown(node.right)
             return node
-        found: nodes.Expr = self.visit(node)
-        return found
+        visited: nodes.Expr = self.visit(node)
+        return visited
 
     def visit_Add(self, node: nodes.Add) -> nodes.Node:
         self.generic_visit(node)
@@ -259,9 +257,9 @@ def _filter(name: str, value: nodes.Node, args: list[nodes.Expr], environment: A
 
 def _is_counted(tree: nodes.Template) -> bool:
     """Whether all of a template is made of what is counted, or costs no more than its size."""
-    macros = {one.name for one in tree.find_all(nodes.Macro)}
-    assigned = {one.target.name for one in tree.find_all(nodes.Assign) if isinstance(one.target, nodes.Name)}
-    spaces = {one.target.name for one in tree.find_all(nodes.Assign) if isinstance(one.target, nodes.NSRef)}
+    macros = {node.name for node in tree.find_all(nodes.Macro)}
+    assigned = {node.target.name for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)}
+    spaces = {node.target.name for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.NSRef)}
     return all(
         isinstance(node, _COUNTED) and _is_bounded(node, macros, assigned | spaces)
         for child in tree.body
@@ -274,15 +272,18 @@ def _is_bounded(node: nodes.Node, macros: set[str], assigned: set[str]) -> bool:
         case nodes.For(recursive=True) | nodes.Name(name="loop", ctx="store" | "param"):
             return False
         case nodes.Filter(name="tojson"):
-            return not node.args and all(_is_short(one.value) for one in node.kwargs)
+            return not node.args and all(_is_short(argument.value) for argument in node.kwargs)
         case nodes.Filter(name="map"):
-            return len(node.args) <= 1 and all(_is_light(one) for one in node.args)
+            return len(node.args) <= 1 and all(_is_light(argument) for argument in node.args)
         case nodes.Filter(name=name) if name in _GROWING:
-            return all(map(_is_short, (*node.args, *(one.value for one in node.kwargs))))
+            return all(map(_is_short, (*node.args, *(argument.value for argument in node.kwargs))))
         case nodes.Filter(name=name):
             return name in _LIGHT
         case nodes.Call(node=nodes.Name(name="strftime_now")):
-            return all(_is_short(one) and not re.search(r"\d", str(getattr(one, "value", ""))) for one in node.args)
+            return all(
+                _is_short(argument) and not re.search(r"\d", str(getattr(argument, "value", "")))
+                for argument in node.args
+            )
         case nodes.Call(node=nodes.Name(name="dict" | "namespace")):
             return not any(_mentions(node, assigned))
         case nodes.Call(node=nodes.Name(name=name)):

@@ -85,8 +85,8 @@ class ChatTemplate:
         self._wants_parts, self._wants_one_part = _reads_parts(tree), _reads_first_part(tree)
         self.controls = ControlTexts(
             added_tokens or {},
-            constants=[one.value for one in tree.find_all(nodes.Const) if isinstance(one.value, str)],
-            written=[one.data for one in tree.find_all(nodes.TemplateData)],
+            constants=[const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str)],
+            written=[data.data for data in tree.find_all(nodes.TemplateData)],
         )
         self.variables = self._template.variables
         """Names that a request may set (`enable_thinking`), and those that every rendering has."""
@@ -232,7 +232,6 @@ class ChatTemplate:
         return [joined(*turns) for turns in placed]
 
     def _alternates(self, turn: Message, other: Message) -> bool:
-        """True if the template refuses two such turns of one role, and they are texts."""
         roles = _REPEATED.get(turn["role"])
         has_calls = turn.get("tool_calls") or other.get("tool_calls")
         return roles is not None and not has_calls and not self._shows(len(roles) - 1, *roles)
@@ -248,7 +247,6 @@ class ChatTemplate:
         return [role for role in ROLES if role in taken or (role == "developer" and "system" in taken)]
 
     def _shows(self, place: int, *roles: str) -> bool:
-        """True if the template takes such a conversation and shows the turn at this place."""
         if roles not in self._probed:
             self._probed[roles] = f"turn {place}" in (self._shown(*roles) or "")
         return self._probed[roles]
@@ -262,7 +260,6 @@ class ChatTemplate:
         return None
 
     def _fitted(self, message: Message) -> dict[str, Any]:
-        """The message with its content as the template reads it: parts, or one string."""
         content, fitted = message.get("content"), dict(message)
         if self._reasoning_fields and "reasoning_content" in fitted:
             fitted |= dict.fromkeys(self._reasoning_fields, fitted["reasoning_content"])
@@ -279,7 +276,6 @@ class ChatTemplate:
 
 
 def joined(turn: Message, *others: Message) -> dict[str, Any]:
-    """The turn with the texts of other ones behind its own, as paragraphs."""
     texts = filter(None, map(_text, (turn, *others)))
     return dict(turn) | ({"content": "\n\n".join(texts)} if others else {})
 
@@ -303,7 +299,6 @@ def _short_id(text: str) -> str:
 
 
 def _turn(role: str, text: str) -> Message:
-    """A turn to try a template with; "calls" is the assistant's with a call, "long calls" the same with a long id."""
     call = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
     if role == "long calls":
         call["id"] = "call_000000000"
@@ -313,7 +308,6 @@ def _turn(role: str, text: str) -> Message:
 
 
 def _reads_parts(tree: nodes.Template) -> bool:
-    """Whether the template goes through a message's content part by part: `for part in message['content']`."""
     names = {"content"} | {
         assign.target.name
         for assign in tree.find_all(nodes.Assign)
@@ -323,21 +317,19 @@ def _reads_parts(tree: nodes.Template) -> bool:
 
 
 def _reads_first_part(tree: nodes.Template) -> bool:
-    """True if the template shows only the first part of some messages: `message['content'][0]['text']`."""
     return any(
-        isinstance(one.arg, nodes.Const) and one.arg.value == 0 and _is_content(one.node, {"content"})
-        for one in tree.find_all(nodes.Getitem)
+        isinstance(item.arg, nodes.Const) and item.arg.value == 0 and _is_content(item.node, {"content"})
+        for item in tree.find_all(nodes.Getitem)
     )
 
 
 def _reads_field(tree: nodes.Template, name: str) -> bool:
-    """Whether the template reads a field of this name: `message.thinking`, `message['thinking']`."""
-    return any(_field_of(one) == name for one in tree.find_all((nodes.Getattr, nodes.Getitem)))
+    return any(_field_of(node) == name for node in tree.find_all((nodes.Getattr, nodes.Getitem)))
 
 
 def _joins_arguments(tree: nodes.Template) -> bool:
     """Whether the template adds a call's arguments to a text, as DeepSeek's do: they are a text themselves then."""
-    joined = (side for one in tree.find_all(nodes.Add) for side in (one.left, one.right))
+    joined = (side for node in tree.find_all(nodes.Add) for side in (node.left, node.right))
     return any(_field_of(side) == "arguments" for side in joined)
 
 
@@ -352,7 +344,6 @@ def _field_of(node: nodes.Node) -> object:
 
 
 def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The call with its arguments as text."""
     arguments = call["function"]["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**call["function"], "arguments": text}}
@@ -428,5 +419,5 @@ def _cut(text: str) -> str:
             "The model's chat template leaves out the last message, so it cannot be continued",
             param="continue_final_message",
         )
-    kept = text[:at]
-    return kept if text.startswith(_CONTINUE_HERE, at) else kept.rstrip()
+    before = text[:at]
+    return before if text.startswith(_CONTINUE_HERE, at) else before.rstrip()

@@ -42,7 +42,6 @@ class Rendered(Value, frozen=True, kw_only=True):
     spans: tuple[Span, ...] | None = None
 
     def written_controls(self) -> list[str]:
-        """The control texts that the template has written, in their order."""
         spans = self.controls.spans(self.text) if self.spans is None else self.spans
         return [self.text[start:end] for start, end in spans]
 
@@ -58,7 +57,7 @@ class ControlTexts:
         may look for in content, and `written` is its text outside of expressions."""
         special = {text for text, is_special in added.items() if is_special and text.strip()}
         own = (*constants, *written)
-        tags = {text for text in added.keys() - special if _signs(text) and any(text in one for one in own)}
+        tags = {text for text in added.keys() - special if _signs(text) and any(text in string for string in own)}
         self.texts = frozenset(special | tags)
         self._pattern = re.compile(_any_of(self.texts) if self.texts else "(?!)")
         self.of_client = _Rule(self.texts, constants)
@@ -85,7 +84,7 @@ class ControlTexts:
         return Veiled.of(text, self._veils)
 
     def spans(self, text: str) -> tuple[Span, ...]:
-        return tuple(found.span() for found in self._pattern.finditer(text))
+        return tuple(match.span() for match in self._pattern.finditer(text))
 
 
 class _Rule:
@@ -97,9 +96,9 @@ class _Rule:
         self.signs = sorted({sign for text in controls for sign in _signs(text)})
         self.words = [text for text in controls if not _signs(text)]  # without such characters: marked as a whole
         self.visible = [
-            one
-            for one in constants
-            if not set(self.signs).isdisjoint(one) and not any(_meet(one, text) for text in controls)
+            constant
+            for constant in constants
+            if not set(self.signs).isdisjoint(constant) and not any(_meet(constant, text) for text in controls)
         ]
         groups = {"visible": self.visible, "word": self.words, "sign": self.signs}
         parts = [f"(?P<{name}>{_any_of(texts)})" for name, texts in groups.items() if texts]
@@ -128,14 +127,12 @@ class Marks:
         return self._hidden(text, controls.of_model if is_model else controls.of_client, whole=True)
 
     def json(self, value: Any) -> Any:
-        """A value with every string in it marked, keys too."""
         controls = self._controls
         if not value or not (controls.has_insides or controls.of_client.concerns(orjson.dumps(value).decode())):
             return value
         return self._json(value, controls.of_client)
 
     def read(self, marked: str) -> Rendered:
-        """The output of a template for texts with these marks."""
         controls, text = self._controls, marked
         if not self._used:
             return Rendered(text=text, controls=controls)
@@ -150,9 +147,9 @@ class Marks:
             case str():
                 return self._hidden(value, rule)
             case list():
-                return [self._json(one, rule) for one in value]
+                return [self._json(part, rule) for part in value]
             case dict():
-                return {self._json(name, rule): self._json(one, rule) for name, one in value.items()}
+                return {self._json(name, rule): self._json(part, rule) for name, part in value.items()}
             case _:
                 return value
 
@@ -165,18 +162,18 @@ class Marks:
         return self._marked(text, rule) if rule.concerns(text) else text
 
     def _marked(self, text: str, rule: _Rule) -> str:
-        if rule.words or any(one in text for one in rule.visible):
+        if rule.words or any(constant in text for constant in rule.visible):
             return rule.pattern.sub(self._replaced, text)
         for sign in rule.signs:
             if sign in text:
                 text = text.replace(sign, self._mark(sign))
         return text
 
-    def _replaced(self, found: re.Match[str]) -> str:
-        if found.lastgroup == "visible":
-            return found[0]
-        rest = found[0].lstrip()  # a mark is no white space, and must not keep any from being trimmed
-        return found[0][: len(found[0]) - len(rest)] + self._mark(rest[0]) + rest[1:]
+    def _replaced(self, match: re.Match[str]) -> str:
+        if match.lastgroup == "visible":
+            return match[0]
+        rest = match[0].lstrip()  # a mark is no white space, and must not keep any from being trimmed
+        return match[0][: len(match[0]) - len(rest)] + self._mark(rest[0]) + rest[1:]
 
     def _mark(self, char: str) -> str:
         self._used.add(char)
@@ -184,9 +181,8 @@ class Marks:
 
 
 def _signs(text: str) -> Sequence[str]:
-    """A control text's first and last character that is neither a letter, a digit nor white space."""
-    found = [char for char in text if not char.isalnum() and not char.isspace()]
-    return found[:1] + found[1:][-1:]
+    signs = [char for char in text if not char.isalnum() and not char.isspace()]
+    return signs[:1] + signs[1:][-1:]
 
 
 def _cases_of(letters: Collection[str]) -> set[str]:
@@ -197,16 +193,16 @@ def _cases_of(letters: Collection[str]) -> set[str]:
 @cache
 def _all_cases() -> Mapping[str, set[str]]:
     """For each character with other cases: what it can become when its case is changed once or twice."""
-    found: dict[str, set[str]] = {}
+    cases_of: dict[str, set[str]] = {}
     for start in range(_CASED.start, _CASED.stop, 256):
         block = "".join(map(chr, range(start, start + 256)))
         if block.lower() != block or block.upper() != block:  # a few blocks of many
-            found |= {char: cases for char in block if len(cases := _changed(_changed({char}))) > 1}
-    return found
+            cases_of |= {char: cases for char in block if len(cases := _changed(_changed({char}))) > 1}
+    return cases_of
 
 
 def _changed(chars: set[str]) -> set[str]:
-    return chars.union(*({*one.lower(), *one.upper(), *one.title(), *one.casefold()} for one in chars))
+    return chars.union(*({*char.lower(), *char.upper(), *char.title(), *char.casefold()} for char in chars))
 
 
 def _is_parted(text: str, own: Collection[str]) -> bool:
@@ -215,17 +211,20 @@ def _is_parted(text: str, own: Collection[str]) -> bool:
     signs = _signs(text)
     if not signs:
         return True
-    is_begun = any(one.endswith(text[:size]) for size in range(1, len(text)) for one in own)
+    is_begun = any(string.endswith(text[:size]) for size in range(1, len(text)) for string in own)
     if is_begun or text[0] == signs[0]:
         return is_begun
-    return any(one in text or any(one.startswith(text[-size:]) for size in range(1, len(text))) for one in own if one)
+    return any(
+        string in text or any(string.startswith(text[-size:]) for size in range(1, len(text)))
+        for string in own
+        if string
+    )
 
 
-def _meet(one: str, text: str) -> bool:
-    """True if one contains the other, or one begins as the other ends."""
-    sizes = range(1, min(len(one), len(text)))
-    ends = any(one.endswith(text[:size]) or text.endswith(one[:size]) for size in sizes)
-    return ends or one in text or text in one
+def _meet(constant: str, text: str) -> bool:
+    sizes = range(1, min(len(constant), len(text)))
+    ends = any(constant.endswith(text[:size]) or text.endswith(constant[:size]) for size in sizes)
+    return ends or constant in text or text in constant
 
 
 def _any_of(texts: Iterable[str]) -> str:
@@ -240,7 +239,6 @@ def _any_of(texts: Iterable[str]) -> str:
 
 
 def _branches(node: Mapping[str, Any]) -> str:
-    """Strings of a tree of characters."""
     ways = [re.escape(char) + _branches(rest) for char, rest in sorted(node.items()) if char]
     if not ways:
         return ""

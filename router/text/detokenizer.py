@@ -33,11 +33,9 @@ class Detokenizer:
 
     @property
     def is_clear(self) -> bool:
-        """True if the next token's text depends on the token alone."""
         return not (self._unfinished or self._leading_space)
 
     def feed(self, token_id: int) -> str:
-        """The text that this token completes; "" while a character is still unfinished."""
         if token_id in self._hidden:
             return ""
         text = self._decoder.decode(self._vocabulary.bytes_of(token_id))

@@ -84,7 +84,6 @@ class ModelCard:
         )
 
     def of_adapter(self, name: str, adapter_id: str) -> ModelCard:
-        """The card of an adapter of this model."""
         fingerprint = f"{self.fingerprint}-{adapter_id[:12]}"
         return replace(self, name=name, adapter=adapter_id, parent=self.name, fingerprint=fingerprint)
 

@@ -35,8 +35,8 @@ class PlainTokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, controls: Collection[str]) -> None:
         own = tokenizers.Tokenizer(backend.model)
         for part in ("normalizer", "pre_tokenizer", "post_processor"):
-            if (given := getattr(backend, part)) is not None:
-                setattr(own, part, given)
+            if (step := getattr(backend, part)) is not None:
+                setattr(own, part, step)
         own.no_truncation()
         own.no_padding()
         vocabulary = backend.get_vocab(with_added_tokens=False)
@@ -59,16 +59,15 @@ class PlainTokenizer:
             self._found.pop(vocabulary.get(unknown or "", -1), None)
 
     def encode(self, text: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False) -> tuple[int, ...]:
-        """Token ids of a text whose control tokens are at the spans."""
         parts: list[str] = []
         at = 0
         for start, end in spans:
             parts += text[at:start], self._names[text[start:end]]
             at = end
-        [found] = read_texts(self._own, ["".join([*parts, text[at:]])], add_special_tokens=add_special_tokens)
-        added = found.special_tokens_mask if add_special_tokens else [0] * len(found.ids)
+        [encoding] = read_texts(self._own, ["".join([*parts, text[at:]])], add_special_tokens=add_special_tokens)
+        added = encoding.special_tokens_mask if add_special_tokens else [0] * len(encoding.ids)
         ids: list[int] = []
-        for token_id, is_added in zip(found.ids, added, strict=True):
+        for token_id, is_added in zip(encoding.ids, added, strict=True):
             if not is_added and token_id in self._found:
                 ids += self._spelled(self._found[token_id])
             else:

@@ -72,13 +72,10 @@ _SIGNS = {
 
 
 def format_of(template: str) -> str | None:
-    """The name of the format that this chat template shows; None: the model does not reason."""
     return next((name for sign, name in _SIGNS.items() if sign in template), None)
 
 
 class ReasoningReader(Protocol):
-    """Reads one answer."""
-
     @property
     def is_inside(self) -> bool:
         """True if the next token is reasoning, as far as is known."""
@@ -93,21 +90,17 @@ class ReasoningReader(Protocol):
         """The text that the token adds to the reasoning and to the answer."""
         ...
 
-    def end(self) -> tuple[str, str]:
-        """The text that was held back."""
-        ...
+    def end(self) -> tuple[str, str]: ...
 
 
 class Reasoning:
-    """A model's format, with the `ids` of its marks."""
-
     def __init__(self, name: str, vocabulary: Vocabulary) -> None:
         self.name = name
         self._marks = FORMATS[name]
         self._vocabulary = vocabulary
         texts = _HARMONY if self._marks is None else (self._marks.open, self._marks.close)
-        found = {text.encode(): text for text in texts}
-        by_text = {found[raw]: i for i, raw in enumerate(vocabulary.token_bytes) if raw in found}
+        marks = {text.encode(): text for text in texts}
+        by_text = {marks[raw]: i for i, raw in enumerate(vocabulary.token_bytes) if raw in marks}
         is_known = len(by_text) == len(texts) if self._marks is not None else by_text.keys() >= {_CHANNEL, _MESSAGE}
         self._ids: Mapping[str, int] = by_text if is_known else {}
         self.ids = frozenset(self._ids.values())
@@ -119,7 +112,6 @@ class Reasoning:
 
     @property
     def end_texts(self) -> tuple[str, ...]:
-        """The marks after which reasoning ends, if they are no tokens."""
         return () if self._marks is None or self._ids else (self._marks.close,)
 
     def phase(self, prompt: Sequence[int], *, is_continued: bool = False) -> Phase:
@@ -136,7 +128,7 @@ class Reasoning:
 
     def _channel(self, prompt: Sequence[int]) -> Phase:
         """AFTER: the prompt has begun a message, which is continued."""
-        last = next((one for one in reversed(prompt[-_TAIL:]) if one in self.ids), None)
+        last = next((token_id for token_id in reversed(prompt[-_TAIL:]) if token_id in self.ids), None)
         return Phase.AFTER if last is not None and last == self._ids[_MESSAGE] else Phase.BEFORE
 
     def reader(self, phase: Phase, *, marks_calls: bool) -> ReasoningReader:
@@ -174,7 +166,7 @@ class Reasoning:
         return "\n".join([f"start: {thinks} SPACE @answer", r"SPACE: /\n{0,2}/", *rules])
 
     def _channel_rules(self, ends: Collection[int], has_header: bool) -> str:
-        channel, message, start, end = (f"<[{self._ids[one]}]>" for one in (_CHANNEL, _MESSAGE, _START, _END))
+        channel, message, start, end = (f"<[{self._ids[mark]}]>" for mark in (_CHANNEL, _MESSAGE, _START, _END))
         other = _other_than(ends, self._ids[_END])
         thoughts = f'thoughts: {channel} "analysis" {message} {other}* {end} {start} "assistant"'
         header = "" if has_header else f'{channel} "final" {message} '
@@ -280,7 +272,6 @@ class MarkedText:
         return taken
 
     def _fresh(self, text: str) -> str:
-        """The text without the white space that a part begins with."""
         if self._is_fresh:
             text = text.lstrip()
             self._is_fresh = not text
@@ -335,7 +326,6 @@ class ChannelReader:
         return "", ended
 
     def _begin(self, header: str) -> str:
-        """Reads a message's header. Returns what the answer's text has at its beginning."""
         self._header, self._is_fresh, self._has_message = None, True, True
         recipient = _RECIPIENT.search(header)
         if recipient is not None and recipient[1].startswith(_FUNCTIONS):

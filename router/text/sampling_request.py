@@ -53,7 +53,6 @@ _OF_TOKENS = ("logprobs", "prompt_logprobs")
 
 
 def allowed(name: str) -> str:
-    """A parameter's range, in words."""
     low, high = RANGES[name]
     note = " (-1, vLLM's word for the whole vocabulary, is not offered)" if name in _OF_TOKENS else ""
     return f"between {low} and {high}{note}"

@@ -12,7 +12,6 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        """`include` keeps the stop string found in the text."""
         assert all(stops), "an empty stop string stops everything"
         self._stops = tuple(stops)
         self._include = include
@@ -21,7 +20,6 @@ class StopStrings:
 
     @property
     def is_clear(self) -> bool:
-        """True if no text is held back."""
         return not self._held
 
     def feed(self, text: str) -> str:
@@ -35,12 +33,11 @@ class StopStrings:
             end, start, self.found = best
             self._held = ""
             return text[: end if self._include else start]
-        kept = len(text) - max(overlap(text, stop) for stop in self._stops)
-        self._held = text[kept:]
-        return text[:kept]
+        num_shown = len(text) - max(overlap(text, stop) for stop in self._stops)
+        self._held = text[num_shown:]
+        return text[:num_shown]
 
     def flush(self) -> str:
-        """The text held back, once nothing more will come."""
         held, self._held = self._held, ""
         return held
 

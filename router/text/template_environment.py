@@ -74,16 +74,16 @@ class Veiled(str):
         veiled._text, veiled._veils = text, veils
         return veiled
 
-    def _hide(self, found: Any) -> Any:
-        match found:
+    def _hide(self, answer: Any) -> Any:
+        match answer:
             case str():
-                return self.of(found, self._veils)
+                return self.of(answer, self._veils)
             case list():
-                return [self._hide(one) for one in found]
+                return [self._hide(part) for part in answer]
             case tuple():
-                return tuple(self._hide(one) for one in found)
+                return tuple(self._hide(part) for part in answer)
             case _:
-                return found
+                return answer
 
     def __str__(self) -> str:
         return self  # for Jinja's filters and tests, which call `str` first
@@ -111,9 +111,9 @@ _LIKE_THE_TEXT = (
 
 
 def _like_the_text(method: Callable[..., Any]) -> Callable[..., Any]:
-    def answer(self: Veiled, *given: Any, **named: Any) -> Any:
+    def answer(self: Veiled, *arguments: Any, **named: Any) -> Any:
         named = {name: _unveiled(value) for name, value in named.items()}
-        return self._hide(method(self._text, *map(_unveiled, given), **named))
+        return self._hide(method(self._text, *map(_unveiled, arguments), **named))
 
     return answer
 
@@ -133,7 +133,6 @@ def _unveiled(value: Any) -> Any:
 
 
 def written(source: str, variables: Mapping[str, Any]) -> bytes:
-    """A request for `make_answer`'s function."""
     return json.dumps([source, _packed(variables)]).encode()
 
 
@@ -145,14 +144,13 @@ def _packed(value: Any) -> Any:
     return [_packed(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def _unpacked(found: dict[str, Any]) -> Any:
-    if _VEILED not in found:
-        return found
-    return Veiled.of(found[_VEILED], {int(char): mark for char, mark in found["veils"].items()})
+def _unpacked(mapping: dict[str, Any]) -> Any:
+    if _VEILED not in mapping:
+        return mapping
+    return Veiled.of(mapping[_VEILED], {int(char): mark for char, mark in mapping["veils"].items()})
 
 
 def make_answer() -> Callable[[bytes], bytes]:
-    """A template and its variables in, the text or what the template refuses out."""
     compiled = cache(complete(ImmutableSandboxedEnvironment()).from_string)
 
     def answer(request: bytes) -> bytes:
@@ -180,8 +178,8 @@ def _tojson(
     return _NOT_ASCII.sub(_escaped, text) if ensure_ascii else text
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return json.dumps(found[0])[1:-1]
+def _escaped(match: re.Match[str]) -> str:
+    return json.dumps(match[0])[1:-1]
 
 
 def _raise_exception(message: str) -> NoReturn:

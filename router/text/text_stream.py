@@ -77,8 +77,6 @@ NO_USAGE = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
 
 
 class UsageCounter:
-    """Adds up the usage of a request, piece by piece."""
-
     def __init__(self, ask: TextRequest) -> None:
         self._n = ask.n
         self._prompts = ask.prompts
@@ -130,7 +128,6 @@ def answer(
 
 
 async def collect(pieces: AsyncGenerator[TextDelta, None], ask: TextRequest) -> tuple[list[TextDelta], Usage]:
-    """All choices in order, each as one piece, and their usage."""
     tally, by_choice = UsageCounter(ask), [list[TextDelta]() for _ in ask.jobs]
     async with aclosing(pieces):
         async for piece in pieces:
@@ -301,11 +298,9 @@ class ChoiceText:
 
     @property
     def _is_inside(self) -> bool:
-        """True if the next token is reasoning."""
         return self._reader is not None and self._reader.is_inside and not self._has_called_inside
 
     def _shown(self, token_id: int, is_last: bool) -> Sequence[Part]:
-        """The parts that may be shown once this token is known."""
         ends_answer = is_last and token_id in self._ask.stop_token_ids
         if ends_answer and not self._ask.include_stop_str_in_output:
             return ()
@@ -316,7 +311,6 @@ class ChoiceText:
         return parts if self._num_tokens <= self._min_tokens else self._stopped(parts)
 
     def _answer_of(self, read: tuple[str, str]) -> Sequence[Part]:
-        """The parts of the answer; those of the reasoning are kept."""
         thoughts, text = read
         if self._calls is None:
             self._thoughts += [thoughts] if thoughts else []
@@ -334,7 +328,6 @@ class ChoiceText:
         return [*parts, *self._calls.feed(text)] if text else parts
 
     def _outside(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """The parts from the first call on; the text before it is reasoning."""
         num_thoughts = next((i for i, part in enumerate(parts) if not isinstance(part, str)), len(parts))
         self._thoughts += parts[:num_thoughts]
         self._has_called_inside = num_thoughts < len(parts)
@@ -342,12 +335,10 @@ class ChoiceText:
         return parts[num_thoughts:]
 
     def _last(self, *, is_whole: bool) -> Sequence[Part]:
-        """The parts that were held back because they might have become a call."""
         parts = self._calls.end(is_whole=is_whole) if self._calls is not None else ()
         return self._outside(parts) if self._is_thinking else parts
 
     def _stopped(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """The parts up to the first stop string in a text."""
         shown: list[Part] = []
         for part in parts:
             if self._stops.found is None:

@@ -65,7 +65,6 @@ class Tokenizer:
 
     @classmethod
     def load(cls, files: ModelFiles) -> Tokenizer:
-        """Reads tokenizer.json, tokenizer_config.json and special_tokens_map.json. Raises BadCheckpoint."""
         text, where = files.text("tokenizer.json"), files.where("tokenizer.json")
         if text is None:
             raise BadCheckpoint(_no_tokenizer(files))
@@ -78,7 +77,6 @@ class Tokenizer:
 
     @cached_property
     def controls(self) -> ControlTexts:
-        """For a model without a chat template."""
         return ControlTexts(self.added_tokens)
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
@@ -121,11 +119,10 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
-        found = read_texts(self._backend, texts, add_special_tokens=add_special_tokens)
-        return [tuple(one.ids) for one in found]
+        encodings = read_texts(self._backend, texts, add_special_tokens=add_special_tokens)
+        return [tuple(encoding.ids) for encoding in encodings]
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
-        """Like `decode`, with special tokens."""
         if len(token_ids) <= LONG_TEXT_TOKENS:
             return self.decode(token_ids)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._decode_long, token_ids)
@@ -164,7 +161,6 @@ def _rewrites(normalizer: Any) -> bool:
 
 
 def _max_token_chars(state: Mapping[str, Any], vocabulary: Vocabulary) -> int | None:
-    """The most characters one token can stand for, of a tokenizer's JSON; None where it may drop text."""
     model, steps = state["model"], list(_steps([state["normalizer"], state["pre_tokenizer"]]))
     kinds = {step["type"] for step in steps}
     drops = any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"]) or any(
@@ -179,8 +175,8 @@ def _max_token_chars(state: Mapping[str, Any], vocabulary: Vocabulary) -> int | 
 
 def _steps(state: Any) -> Iterator[dict[str, Any]]:
     if isinstance(state, list):
-        for one in state:
-            yield from _steps(one)
+        for part in state:
+            yield from _steps(part)
     elif isinstance(state, dict):
         yield state
         yield from _steps(state.get("normalizers", []))

@@ -25,7 +25,6 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's map from printable characters to bytes (openai/gpt-2, `bytes_to_unicode`)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -49,7 +48,6 @@ class Vocabulary:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> Vocabulary:
-        """Raises UnsupportedModel for a decoder that cannot decode token by token."""
         decoder = json.loads(backend.to_str())["decoder"]
         steps = _Steps(decoder)
         size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -77,7 +75,6 @@ class Vocabulary:
 
     @property
     def texts(self) -> TokenColumns:
-        """`whole_text` of every token, for sinks. Made once: a second for a million tokens."""
         if not self._texts_of_all:
             self._texts_of_all.append(TokenColumns(map(self.whole_text, range(len(self.token_bytes))), self.special))
         return self._texts_of_all[0]
@@ -93,13 +90,17 @@ class TokenColumns:
         )  # fmt: skip
 
     def __init__(self, texts: Iterable[str | None], special: frozenset[int]) -> None:
-        known = list(texts)
-        raw = [text.encode() if text is not None else b"" for text in known]
-        quoted = [orjson.dumps(text)[1:-1] if text is not None else b"" for text in known]
-        kinds = bytes(0 if text is None else 2 if i in special else 1 for i, text in enumerate(known))
+        columns_of_text = list(texts)
+        raw = [text.encode() if text is not None else b"" for text in columns_of_text]
+        quoted = [orjson.dumps(text)[1:-1] if text is not None else b"" for text in columns_of_text]
+        kinds = bytes(0 if text is None else 2 if i in special else 1 for i, text in enumerate(columns_of_text))
         self._ends = [array("I", accumulate(map(len, column), initial=0)) for column in (raw, quoted)]
         columns = self._columns = self._Columns(
-            b"".join(raw), b"".join(quoted), *(ends.buffer_info()[0] for ends in self._ends), kinds, len(known)
+            b"".join(raw),
+            b"".join(quoted),
+            *(ends.buffer_info()[0] for ends in self._ends),
+            kinds,
+            len(columns_of_text),
         )
         self.address = ctypes.addressof(columns)
 
@@ -141,8 +142,8 @@ class _Steps:
             # Like the `tokenizers` library: a token with a foreign character (an added token) stands for itself.
             mapped = [_ALPHABET.get(char) for char in token]
             return token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)
-        if self._byte_fallback and (found := _BYTE_TOKEN.fullmatch(token)):
-            return bytes([int(found[1], 16)])
+        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
         for old, new in self._replacements:
             token = token.replace(old, new)
         return token.encode()

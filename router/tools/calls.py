@@ -21,7 +21,6 @@ class ParameterType(Value, frozen=True, kw_only=True):
 
     @property
     def is_text(self) -> bool:
-        """True if every value is a string."""
         return self.types == {"string"}
 
 
@@ -37,12 +36,10 @@ class Function:
     strict: bool = False
 
     def properties(self) -> Mapping[str, Any]:
-        """Schemas of the parameters, by name."""
-        found = (self.parameters or {}).get("properties")
-        return found if isinstance(found, Mapping) else {}
+        properties = (self.parameters or {}).get("properties")
+        return properties if isinstance(properties, Mapping) else {}
 
     def types(self) -> Mapping[str, ParameterType]:
-        """Types of the parameters, by name."""
         return {name: _type_of(schema, self.parameters, 0) for name, schema in self.properties().items()}
 
 
@@ -82,7 +79,6 @@ def _type_name(value: Any) -> str:
 
 
 def _referred(reference: str, whole: Any) -> Any:
-    """The part of a schema that a JSON Pointer (RFC 6901) in a fragment names; None if there is none."""
     start, *steps = unquote(reference).split("/")
     for step in steps if start == "#" else ():
         name = step.replace("~1", "/").replace("~0", "~")
@@ -107,8 +103,6 @@ Part = str | CallDelta
 
 
 class CallReader(Protocol):
-    """Reads one answer, in pieces of any size."""
-
     def feed(self, text: str) -> list[Part]: ...
 
     def end(self, *, is_whole: bool = False) -> list[Part]:
@@ -161,7 +155,6 @@ class TextAndCalls:
         raise NotImplementedError
 
     def _text(self, parts: list[Part]) -> bool:
-        """Consumes text up to a mark. False: it needs more text."""
         marks = (*self._begin, *self._outer, *(self._behind if self.num_calls else ()))
         at, mark = first_of(self._held, marks)
         before = self._held[:at].rstrip()
@@ -180,7 +173,6 @@ class TextAndCalls:
         return True
 
     def _inside_outer(self, parts: list[Part]) -> bool:
-        """Behind an outer mark."""
         self._drop_to(self._held.lstrip())
         begin = next((mark for mark in self._begin if self._held.startswith(mark)), None)
         if begin is not None:
@@ -194,12 +186,10 @@ class TextAndCalls:
         return True
 
     def _end_opening(self, parts: list[Part]) -> None:
-        """No call has begun: its opening is text."""
         say(parts, self._opening)
         self._opening, self._state = "", self._text
 
     def _drop_to(self, rest: str) -> None:
-        """The held text before `rest` belongs to the opening."""
         self._opening += self._held[: len(self._held) - len(rest)]
         self._held = rest
 
@@ -224,5 +214,4 @@ def first_of(text: str, marks: Sequence[str]) -> tuple[int, str]:
 
 
 def may_begin(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the text's end may be the beginning of a mark."""
     return max((overlap(text, mark) for mark in marks), default=0)

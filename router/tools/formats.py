@@ -179,7 +179,6 @@ _TAG = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """The tool-call format of this chat template; None if the template does not show it."""
     shown = (
         form for form, how in FORMATS.items() if how.also in template and any(sign in template for sign in how.signs)
     )
@@ -204,7 +203,6 @@ def tag_tokens(form: ToolFormat, vocabulary: Vocabulary) -> dict[str, int]:
 
 
 def reader_of(form: ToolFormat, functions: Sequence[Function]) -> CallReader:
-    """`functions` are the tools there are."""
     names = [function.name for function in functions]
     match FORMATS[form].marks:
         case CallMarks() as marks:

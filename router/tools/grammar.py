@@ -40,7 +40,9 @@ def calls_grammar(
     rules = [f"named: {' | '.join(names)}", f"TEXT: {_ANY}"]
     before, more = written.before, f" ({lark(written.between)} named)*" if parallel else ""
     if form is ToolFormat.GPT_OSS:
-        others = [f"{lark(_ANSWER)} {one}" for one, is_allowed in (("instead", instead), ("TEXT?", free)) if is_allowed]
+        others = [
+            f"{lark(_ANSWER)} {rule}" for rule, is_allowed in (("instead", instead), ("TEXT?", free)) if is_allowed
+        ]
         rules.append(f"start: {' | '.join(['named', *others])}")
     elif not (free and written.lead):
         rules.append(f"calls: {lark(written.first)} named{more} {lark(written.last)}")
@@ -62,32 +64,29 @@ def calls_grammar(
             rules += ["call: head named", "start: call* rest" if parallel else "start: call? rest"]
             rules.append(f"rest: {'TEXT' if parallel else 'NO_CALL'}")
         rules.append(f"NO_CALL: TEXT & ~/(?s:.*){re.escape(written.lead)}(?s:.*)/")
-    for name, one in zip(names, functions, strict=True):
-        rules.append(f"{name}: {lark(before + one.name + written.middle)} {name}_args {lark(written.behind)}")
-        rules += _arguments(form, f"{name}_args", one, lark)
+    for name, function in zip(names, functions, strict=True):
+        rules.append(f"{name}: {lark(before + function.name + written.middle)} {name}_args {lark(written.behind)}")
+        rules += _arguments(form, f"{name}_args", function, lark)
     if instead:
         rules.append(f"instead: {instead}")
     return "\n".join(rules)
 
 
 class _Marks:
-    """Text as Lark: tokens of their own by their numbers."""
-
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self.tokens = tokens
         self._pattern = re.compile("|".join(map(re.escape, tokens)) if tokens else "(?!)")
 
     def __call__(self, text: str) -> str:
         parts, at = [], 0
-        for found in self._pattern.finditer(text):
-            parts += [literal(text[at : found.start()])] if found.start() > at else []
-            parts.append(f"<[{self.tokens[found[0]]}]>")
-            at = found.end()
+        for match in self._pattern.finditer(text):
+            parts += [literal(text[at : match.start()])] if match.start() > at else []
+            parts.append(f"<[{self.tokens[match[0]]}]>")
+            at = match.end()
         return " ".join([*parts, *([literal(text[at:])] if at < len(text) else [])])
 
 
 def _arguments(form: ToolFormat, name: str, function: Function, lark: _Marks) -> list[str]:
-    """Rules for the arguments of a function."""
     none: Mapping[str, Any] = {"type": "object", "additionalProperties": False}
     schema = none if function.parameters is None else {"type": "object", **function.parameters}
     tags = FORMATS[form].marks

@@ -38,7 +38,6 @@ class ObjectCalls(TextAndCalls):
             self._state = self._start
 
     def _start(self, parts: list[Part]) -> bool:
-        """The beginning of an answer, which may be calls without a mark."""
         begun = "".join(self._held.split())[: len(self._bare)]
         if begun != self._bare and self._bare.startswith(begun):
             return False
@@ -49,7 +48,6 @@ class ObjectCalls(TextAndCalls):
         self._names, self._state = None, self._inside
 
     def _inside(self, parts: list[Part]) -> bool:
-        """Before an object or a list."""
         self._drop_to(self._held.lstrip())
         is_fenced = self._names is None and self._opening.rstrip().endswith("`")  # Markdown's, before an object
         if self._held.startswith("[") or (self._names is None and self._held.startswith("`")):
@@ -126,7 +124,6 @@ class _Call:
         self.is_over = False
 
     def feed(self, text: str, parts: list[Part]) -> str:
-        """Reads to the object's end; returns the rest."""
         at = 0
         while not self.is_over:
             if self._reader is not None:
@@ -151,11 +148,9 @@ class _Call:
 
     @property
     def raw(self) -> str:
-        """The text that was read before the call began."""
         return "".join(self._raw)
 
     def end(self, parts: list[Part], *, is_whole: bool) -> None:
-        """The answer ends within a call that has begun."""
         if isinstance(self._reader, CallArguments):
             self._take(self._reader.end(is_whole=is_whole))
         self.is_over = True
@@ -228,7 +223,6 @@ class _Call:
 
 
 def _string(token: str) -> str:
-    """The text of a JSON string; "" if it is none. Half of a surrogate pair is not valid."""
     try:
         text = json.loads(token)
         if isinstance(text, str):

@@ -41,7 +41,6 @@ class JsonRepair:
         self.is_certain = True
 
     def feed(self, text: str) -> tuple[str, int]:
-        """The JSON that the text adds, and how many of its characters were read."""
         at = 0
         while at < len(text) and not self.is_done:
             char = text[at]
@@ -67,7 +66,6 @@ class JsonRepair:
         return self._taken(), at
 
     def end(self) -> str:
-        """The JSON that completes the value."""
         if not self.is_done:
             self._complete()
         return self._taken()
@@ -141,7 +139,6 @@ class JsonRepair:
         return True
 
     def _begin(self, char: str) -> None:
-        """The first character of a value or a key."""
         if char in _CLOSING and self._last == "{":  # once too often
             self.is_certain = False
             return
@@ -170,7 +167,6 @@ class JsonRepair:
             self._word.append(char)
 
     def _separate(self) -> None:
-        """Adds the comma that is missing behind a value."""
         if self._last == _VALUE:
             self._gap, self._last, self.is_certain = [","], ",", False
 
@@ -201,7 +197,6 @@ class JsonRepair:
         return True
 
     def _close(self) -> str:
-        """Closes the innermost bracket, and returns it."""
         self._json += [*self._gap[1:], _MISSING.get(self._last, "")]
         self._gap.clear()
         closed = self._open.pop()
@@ -235,7 +230,6 @@ class CallArguments:
         return self._repair.is_done
 
     def feed(self, text: str) -> tuple[str, int]:
-        """The JSON to send, and how many characters of the text were read."""
         json, count = self._repair.feed(text)
         return self._sent(json), count
 
@@ -256,7 +250,6 @@ class CallArguments:
 
 
 def _object(written: str) -> str:
-    """The object in a value that is a string, an empty one for null, else the value as it was written."""
     try:
         json, value = written, orjson.loads(written or "null")
         if isinstance(value, str):

@@ -81,7 +81,6 @@ class ParameterCalls(TextAndCalls):
         return True
 
     def _between(self, parts: list[Part]) -> bool:
-        """Between two parameters."""
         at, mark = first_of(self._held, (self._tags.key, *self._begin, *self._outer, *self._behind))
         if not mark:
             return False

@@ -41,7 +41,6 @@ class PythonicCalls(TextAndCalls):
         self._state = self._inside
 
     def _inside(self, parts: list[Part]) -> bool:
-        """Before a call."""
         self._drop_to(self._held.lstrip())
         if self._held.startswith("["):
             self._drop_to(self._held[1:])
@@ -59,19 +58,18 @@ class PythonicCalls(TextAndCalls):
         if size is None:
             return False
         call = self._held[:size]
-        found = _read(call)
+        read = _read(call)
         self._drop_to(self._held[size:])
-        if found is None:
+        if read is None:
             self._end_opening(parts)
             return True
-        parts.append(CallDelta(index=self.num_calls, name=found[0]))
-        self._tell(found[1], parts)
+        parts.append(CallDelta(index=self.num_calls, name=read[0]))
+        self._tell(read[1], parts)
         self.num_calls += 1
         self._opening, self._state = "", self._between
         return True
 
     def _between(self, parts: list[Part]) -> bool:
-        """Behind a call."""
         rest = self._held.lstrip()
         following = rest.removeprefix(",").lstrip()
         if not following or may_begin(following, self._behind) == len(following):
@@ -100,7 +98,6 @@ class _Brackets:
         self._escaped = False
 
     def closing(self, text: str) -> int | None:
-        """Characters up to it, in a text that grows; None: it is still to come."""
         while self._at < len(text):
             char = text[self._at]
             self._at += 1
@@ -129,7 +126,9 @@ def _read(call: str) -> tuple[str, str] | None:
         if not isinstance(tree, ast.Call) or tree.args:
             return None
         arguments = {
-            one.arg: ast.literal_eval(_Words().visit(one.value)) for one in tree.keywords if one.arg is not None
+            keyword.arg: ast.literal_eval(_Words().visit(keyword.value))
+            for keyword in tree.keywords
+            if keyword.arg is not None
         }
         return name, orjson.dumps(arguments).decode()
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
@@ -137,8 +136,6 @@ def _read(call: str) -> tuple[str, str] | None:
 
 
 class _Words(ast.NodeTransformer):
-    """JSON's names are literals, too."""
-
     def visit_Name(self, node: ast.Name) -> ast.expr:
         words = {"true": True, "false": False, "null": None}
         return ast.Constant(words[node.id]) if node.id in words else node
