@@ -205,32 +205,13 @@ def check_length(
 
 def _sampling(request: SamplingRequest, card: ModelCard, *, seed: int, max_tokens: int) -> SamplingParams:
     """The client's word first, then the model's makers', then neutral."""
-    temperature = card.temperature if request.temperature is None else request.temperature
-    top_p = card.top_p if request.top_p is None else request.top_p
-    top_k = max(card.top_k if request.top_k is None else request.top_k, 0)
-    if top_p == 0:  # the smallest set of tokens that reaches probability 0 is the likeliest one
-        top_p, top_k = 1.0, 1
-    penalty = card.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty
-    return SamplingParams(
-        seed=seed,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=card.min_p if request.min_p is None else request.min_p,
-        repetition_penalty=penalty,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        logit_bias=request.logit_bias,
-        logprobs=request.logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-        min_tokens=request.min_tokens,
-        stop_token_ids=request.stop_token_ids,
-        ignore_eos=request.ignore_eos,
-        grammar=request.grammar,
-        pooling=request.pooling,
-        speculation=request.speculation,
-    )
+    values = {name: getattr(request, name) for name in SamplingParams.__struct_fields__}
+    missing = [name for name, value in values.items() if value is None and name not in _OF_TOKENS]
+    values |= {name: getattr(card, name, 0.0) for name in missing} | {"seed": seed, "max_tokens": max_tokens}
+    values["top_k"] = max(values["top_k"], 0)
+    if values["top_p"] == 0:  # the smallest set of tokens that reaches probability 0 is the likeliest one
+        values |= {"top_p": 1.0, "top_k": 1}
+    return SamplingParams(**values)
 
 
 def _max_tokens(request: SamplingRequest, num_prompt: int, longest: int, default: int | None) -> int:
