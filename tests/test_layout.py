@@ -30,6 +30,8 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 14
+MAX_PARAMETERS = 12
+MAX_STATE = {"Device": 27, "SimulatedEngineLoop": 28, "SimulatedWorker": 23, "Fleet": 24}  # 20 attributes elsewhere
 LISTS = {"workers/models/families"}  # folders of like things, which may have any number
 MAX_COLUMNS = 160  # of a document
 CAPPED = (*PACKAGES, "benchmarks")
@@ -74,8 +76,8 @@ class Outline:
     """The definitions in a Python file."""
 
     code_lines: int
-    functions: list[tuple[str, int, int]]  # name, line, code lines
-    classes: list[tuple[str, int]]  # name, line
+    functions: list[tuple[str, int, int, int]]  # name, line, code lines, parameters
+    classes: list[tuple[str, int, int]]  # name, line, attributes that its methods set
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -86,6 +88,16 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from statements(getattr(node, name, ()))  # type: ignore[arg-type]
         for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
             yield from statements(part.body)
+
+
+def state(owner: ast.ClassDef) -> set[str]:
+    """The names of the attributes that methods set on `self`."""
+    return {
+        node.attr
+        for node in ast.walk(owner)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
 
 
 @cache
@@ -102,10 +114,15 @@ def outline(path: Path) -> Outline:
     return Outline(
         code_lines=len(lines),
         functions=[
-            (node.name, node.lineno, len(lines.intersection(range(node.lineno, (node.end_lineno or node.lineno) + 1))))
+            (
+                node.name,
+                node.lineno,
+                len(lines.intersection(range(node.lineno, (node.end_lineno or node.lineno) + 1))),
+                len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs),
+            )
             for node in functions
         ],
-        classes=[(node.name, node.lineno) for node in every if isinstance(node, ast.ClassDef)],
+        classes=[(node.name, node.lineno, len(state(node))) for node in every if isinstance(node, ast.ClassDef)],
     )
 
 
@@ -148,12 +165,24 @@ def test_files_and_functions_stay_small() -> None:
             sizes = outline(path)
             if sizes.code_lines > MAX_FILE_LINES:
                 yield f"{path}: {sizes.code_lines} code lines, the cap is {MAX_FILE_LINES}: split it by responsibility"
-            for name, line, size in sizes.functions:
+            for name, line, size, parameters in sizes.functions:
+                where = f"{path}:{line}: {name}"
                 if size > MAX_FUNCTION_LINES:
-                    where = f"{path}:{line}: {name}"
                     yield f"{where} has {size} code lines, the cap is {MAX_FUNCTION_LINES}: extract its steps"
+                if parameters > MAX_PARAMETERS and path.parts[0] in PACKAGES and "kernels" not in path.parts:
+                    yield f"{where} has {parameters} parameters, the cap is {MAX_PARAMETERS}: make a value of some"
 
     report(offences())
+
+
+def test_objects_have_little_state() -> None:
+    report(
+        f"{path}:{line}: {name} has {count} attributes, the cap is {MAX_STATE.get(name, 20)}: give some an owner"
+        for path in files("*.py")
+        if path.parts[0] in PACKAGES
+        for name, line, count in outline(path).classes
+        if count > MAX_STATE.get(name, 20)
+    )
 
 
 def test_docstrings_begin_with_their_subject() -> None:
@@ -181,7 +210,7 @@ def test_class_names_exist_once() -> None:
     places: dict[str, list[str]] = {}
     for path in files("*.py"):
         if path.parts[0] in (*PACKAGES, "benchmarks", "demo", "deploy"):
-            for name, line in outline(path).classes:
+            for name, line, _ in outline(path).classes:
                 places.setdefault(name, []).append(f"{path}:{line}")
     report(
         f"class {name} is in {' and '.join(where)}: give all but one a name that says what it is"
