@@ -26,7 +26,7 @@ from cluster.cli.admin_client import (
     open_client,
     raise_for_error,
 )
-from protos.errors import BatonError, ContextLengthExceeded, Unavailable
+from protos.errors import BatonError, ContextLengthExceeded, Misconfigured, Unavailable
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
 RESERVED_SHARE = 1 / 4
@@ -40,7 +40,9 @@ _TIMEOUT = httpx.Timeout(10.0, read=600.0)
 
 
 def chat(
-    message: Annotated[str, typer.Argument(metavar="[MESSAGE]", help="Print the answer to this alone, and end.")] = "",
+    message: Annotated[
+        str | None, typer.Argument(metavar="[MESSAGE]", help="Print the answer to this alone, and end.")
+    ] = None,
     url: GatewayUrl = DEFAULT_URL,
     model: Annotated[str, typer.Option(help="A served model. Default: the first one.")] = "",
     system: Annotated[str, typer.Option(metavar="TEXT", help="System message at the start of the conversation.")] = "",
@@ -55,12 +57,14 @@ def chat(
     """Talk to the model. /reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."""
     given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
     sampling = {name: value for name, value in given.items() if value is not None}
+    if message is not None and not message.strip():
+        raise Misconfigured("MESSAGE is empty: give a text, or leave it out for a conversation", param="message")
     with open_client(url, api_key) as client:
         served = find_model(client, model)
         if served.default_sampling == {}:
             sampling = CHAT_SAMPLING | sampling
         terminal = Terminal(Conversation(system, served.max_model_len), Asker(client, served, sampling), Console())
-        if not (terminal.answer(message) if message.strip() else terminal.run(sys.stdin)):
+        if not (terminal.run(sys.stdin) if message is None else terminal.answer(message)):
             raise typer.Exit(1)
 
 

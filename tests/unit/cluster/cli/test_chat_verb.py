@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from cluster.cli.admin_client import ServedModel, open_client
 from cluster.cli.chat_verb import Asker, Conversation, Terminal
 from cluster.cli.main import make_app
+from protos.errors import Misconfigured
 from router.text.model_card import ModelCard
 from tests.unit.router.scripted import Scripted, byte_level, make_gateway, saying, serving
 
@@ -245,6 +246,13 @@ async def test_a_message_on_the_command_line_is_answered_alone() -> None:
     assert (result.exit_code, result.stdout) == (0, "hello world\n")
     sampling = scripted.jobs[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.8, 40, 0.5, 0.05)
+
+
+def test_an_empty_message_is_refused_and_opens_no_conversation() -> None:
+    """A script's variable was empty: nobody types anything."""
+    result = CliRunner().invoke(make_app(["chat", " "]), ["chat", " "])
+    assert isinstance(result.exception, Misconfigured)
+    assert result.exception.param == "message"
 
 
 def test_nobody_there(unused_tcp_port: int) -> None:
