@@ -180,9 +180,11 @@ def test_a_full_disk_is_reported_before_and_during(hub: FakeHub, monkeypatch: py
     assert Path(local_model("acme/tiny"), "model.safetensors").read_bytes() == WEIGHTS
 
 
-def test_the_latest_commit_is_asked_for_and_need_not_be_known(hub: FakeHub) -> None:
+def test_the_latest_commit_need_not_be_known(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.hub.download.LOOK_S", 60.0)
     hub.add("acme/tiny", TINY)
-    assert latest_commit("acme/tiny") == hub.add("acme/tiny", TINY)
+    latest = hub.add("acme/tiny", TINY)
+    assert latest_commit("acme/tiny") == latest
     assert latest_commit("acme/none") == ""
 
 
