@@ -83,9 +83,11 @@ def _clock(seen: Examination) -> Iterator[Finding]:
 
 def _workers(seen: Examination) -> Iterator[Finding]:
     for worker in seen.workers:
-        if worker["state"] not in ("ready", "draining", "joining"):
+        if worker["state"] not in ("ready", "draining", "drained", "joining"):  # a drained one is lost after a while
             text = f"it is {worker['state']}: {worker['reason']}"
-            yield _fault("worker-away", worker["worker_id"], text, "it is started again; if it stays away, see its log")
+            incompatible = worker["state"] == "incompatible"
+            fix = "start it as the others" if incompatible else "it is started again; if it stays away, see its log"
+            yield _fault("worker-away", worker["worker_id"], text, fix)
     for name, text in (("model", "model"), ("vocab_size", "vocabulary's size"), ("weights", "encoding of weights")):
         revisions: dict[str, dict[str, str]] = {}  # during a roll there are two, and each has one model
         for worker in seen.workers:

@@ -130,6 +130,7 @@ def test_a_certificate_for_another_host_is_named_beside_the_gateway_that_cannot_
 def test_a_healthy_cluster_has_no_finding() -> None:
     assert findings(HEALTHY) == []
     assert findings(replace(HEALTHY, probes=(), redis=None, host=None, certificates={}, clock_ahead_s=None)) == []
+    assert findings(replace(HEALTHY, status=changed("workers", 1, "state", to="drained"))) == [], "it is being replaced"
 
 
 def test_a_repository_that_has_moved_is_shown_without_a_finding() -> None:
