@@ -53,7 +53,7 @@ def test_the_commands_are_the_makefiles() -> None:
     assert (up, tests) == (["make", "up"], ["make", "test"])
     assert "baton up" in run([*up, "--dry-run"])
     assert "pytest" in run([*tests, "--dry-run"])
-    assert "baton up --model ./Qwen3-0.6B" in run([*own_model, "--dry-run"])
+    assert "baton up Qwen/Qwen3-0.6B" in run([*own_model, "--dry-run"])
 
 
 def test_the_request_gets_an_answer_like_the_one_shown(up: Deployed) -> None:
