@@ -256,16 +256,16 @@ def running_loop() -> VirtualLoop:
 def run_virtually(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Result:
     """Raises the coroutine's exception, or that of another task."""
     asyncio.set_event_loop(loop)
-    try:
-        # No list of running generators is needed.
-        loop.call_soon(partial(sys.set_asyncgen_hooks, firstiter=None))
-        with _ended_by_ctrl_c(loop):
+    with _ended_by_ctrl_c(loop):  # also while it closes: Python drops an exception that comes up in a destructor
+        try:
+            # No list of running generators is needed.
+            loop.call_soon(partial(sys.set_asyncgen_hooks, firstiter=None))
             return loop.run_until_complete(main)
-    finally:
-        loop.over_s = loop.time()
-        _end(loop)
-        asyncio.set_event_loop(None)
-        loop.close()
+        finally:
+            loop.over_s = loop.time()
+            _end(loop)
+            asyncio.set_event_loop(None)
+            loop.close()
 
 
 @contextmanager
