@@ -123,16 +123,23 @@ async def test_an_aborted_roll_goes_back_under_streams(deployed: Deployed) -> No
         old = await streams.all()
         running = [asyncio.create_task(streams.run(number, over)) for number in range(NUM_STREAMS)]
         body = {"model": "demo", "prompt": "import", "max_tokens": 1900, "ignore_eos": True}
-        long_answer = asyncio.create_task(client.post("/v1/completions", json=body))  # keeps the roll from its end
+
+        async def long_answers() -> set[int]:  # they keep the roll from its end
+            statuses: set[int] = set()
+            while not over.is_set():
+                statuses.add((await client.post("/v1/completions", json=body)).status_code)
+            return statuses
+
+        long = asyncio.create_task(long_answers())
         roll = asyncio.create_task(rolled(client, kind="roll", settings={"worker.prefill_chunk": 64}))
-        while not (report := (await client.get("/admin/capacity")).json())["rolling"]:
+        while not any(
+            ((report := (await client.get("/admin/capacity")).json())["rolling"] or {"newer": {}})["newer"].values()
+        ):
             assert not roll.done(), report
-        while not any(report["rolling"]["newer"].values()):
-            report = (await client.get("/admin/capacity")).json()
         back = await rolled(client, kind="abort")
         over.set()
         await asyncio.gather(*running)
-        assert (await long_answer).status_code == 200
+        assert await long == {200}
         gone = await roll
         assert (gone["state"], gone["reason"]) == ("replaced", f"test aborts it with change {back['number']}")
         assert (back["state"], streams.errors) == ("reached", []), deployed.log
