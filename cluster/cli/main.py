@@ -159,8 +159,10 @@ def main() -> None:
 
 def _measure(arguments: Sequence[str]) -> NoReturn:
     """On SIGTERM, prints what has been measured so far."""
+    from cluster.process.gc_tuning import collect_rarely
     from cluster.process.signals import INTERRUPTED, Termination
 
+    collect_rarely()
     termination, code = Termination(), 0
     try:
         _run(arguments)
