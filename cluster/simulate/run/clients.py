@@ -77,6 +77,8 @@ class SimulatedRequest:
     task: asyncio.Task[None] | None = None
     handed_over: bool = False
     times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    num_cached: int | None = None
 
 
 class Clients:
@@ -132,14 +134,11 @@ class Clients:
         request = self.running[request_id] = SimulatedRequest(request_id=request_id, last_message_s=sent_s)
         self._deployment.gaps.begun(request_id)
         self._event_log.note("asked", request_id, tokens=len(prompt_ids), gateway=gateway.name)
-        tokens: list[int] = []
-        cached: list[int] = []
         job = self._job(request_id, turn, prompt_ids, tenant)
         if self._prefixes is not None:
             self._prefixes.add(job)
-        request.task = asyncio.create_task(
-            self._listen(gateway, job, request, tokens, cached, turn.read_s), name=f"request {request_id}"
-        )
+        listening = self._listen(gateway, job, request, turn.read_s)
+        request.task = asyncio.create_task(listening, name=f"request {request_id}")
         gateway.requests[request.task] = None
         error, retry_after_s = "", None
         try:
@@ -150,12 +149,12 @@ class Clients:
             error = ABORTED if gateway.alive else GATEWAY_LOST
         del self.running[request_id], gateway.requests[request.task]
         if self._prefixes is not None:
-            self._prefixes.answered(job, tokens)
+            self._prefixes.answered(job, request.tokens)
         self._deployment.gaps.ended(request_id)
         self.num_handed_over += request.handed_over and not error
         self._note_failures(gateway, request_id)
         by = self._deciders(gateway, request_id)
-        self._event_log.note("ended", request_id, tokens=len(tokens), error=error or "none", by=by)
+        self._event_log.note("ended", request_id, tokens=len(request.tokens), error=error or "none", by=by)
         self.records.append(
             RequestRecord(
                 index=index,
@@ -163,13 +162,13 @@ class Clients:
                 sent_s=sent_s - self._start_s,
                 arrivals_s=tuple(at_s - self._start_s for at_s in request.times),
                 num_prompt=len(prompt_ids),
-                num_output=len(tokens),
-                num_cached=cached[0] if cached else None,
+                num_output=len(request.tokens),
+                num_cached=request.num_cached,
                 error=error,
                 retry_after_s=retry_after_s,
             )
         )
-        return tuple(tokens) if not error else None
+        return tuple(request.tokens) if not error else None
 
     def _job(self, request_id: str, turn: SessionTurn, prompt_ids: tuple[int, ...], tenant: str) -> Job:
         return Job(
@@ -187,15 +186,8 @@ class Clients:
             max_ttft_s=self._deployment.config.max_ttft_s,
         )
 
-    async def _listen(
-        self,
-        gateway: SimulatedGateway,
-        job: Job,
-        request: SimulatedRequest,
-        tokens: list[int],
-        cached: list[int],
-        read_s: float,
-    ) -> None:
+    async def _listen(self, gateway: SimulatedGateway, job: Job, request: SimulatedRequest, read_s: float) -> None:
+        tokens = request.tokens
         answer = Answer(job.prompt_ids, job.sampling)
         ended, num_logprobs = False, 0
         async with gateway.traced(job), aclosing(gateway.admission(job)) as deltas:
@@ -212,7 +204,7 @@ class Clients:
                 if delta.token_ids:
                     if not request.times:
                         self._check_cached(gateway, job, delta.num_cached_tokens)
-                        cached.append(delta.num_cached_tokens)
+                        request.num_cached = delta.num_cached_tokens
                         request.times.append(now)
                         self._event_log.note("first token", job.request_id, by=self._deciders(gateway, job.request_id))
                     else:

@@ -20,7 +20,6 @@ from cluster.simulate.world.clock import VirtualLoop, run_virtually
 from cluster.simulate.world.event_log import SimulationLog
 from cluster.simulate.world.faults import Fault, Kind
 from cluster.simulate.world.simulated_load import UserSession
-from protos.event_loop import loop_time
 
 NUM_SAMPLES = 150
 Steer = Callable[[SimulatedDeployment], Coroutine[Any, Any, None]]
@@ -72,87 +71,40 @@ def simulate(
     Raises AssertionError for a broken invariant, the BatonError of a worker that never starts, Misconfigured for a
     fault with an impossible target, and Interrupted."""
     check(faults, config)
+    loop = VirtualLoop(seed=config.seed)
+    event_log = SimulationLog(loop, write)
     try:
-        return _simulate(config, sessions, faults, write, watch, steer)
+        return run_virtually(_run(loop, event_log, config, sessions, faults, watch, steer), loop=loop)
+    except KeyboardInterrupt:
+        raise Interrupted(event_log.over_s) from None
     finally:
         if watch is not None:
             watch(None)
 
 
-def _simulate(
+async def _run(
+    loop: VirtualLoop,
+    event_log: SimulationLog,
     config: SimulationConfig,
     sessions: Sequence[UserSession],
     faults: Sequence[Fault],
-    write: Callable[[str], object] | None,
     watch: Callable[[Look | None], object] | None,
     steer: Steer | None,
 ) -> SimulationOutcome:
-    """Only this call refers to the run's objects, so that they are freed when it ends."""
-    loop = VirtualLoop(seed=config.seed)
-    last_s = max(session.due_s for session in sessions)
-    event_log = SimulationLog(loop, write)
-
-    async def main() -> SimulationOutcome:
-        deployment = SimulatedDeployment(config, event_log, untroubled=not faults and steer is None)
-        clients = Clients(deployment, event_log, seed=config.seed)
-        invariants = Invariants(deployment, clients, forgetful=any(fault.kind is Kind.INDEX_LOST for fault in faults))
-        loop.after = deployment.assert_no_faults
-        if watch is not None:
-            watch(partial(_progress, deployment, clients, event_log))
-        try:
-            await deployment.start()
-        finally:  # also logs the events of a cluster that does not start
-            event_log.begin()
-        loop.after = invariants.after_event
-        timeline = SimulationTimeline(deployment, period_s=last_s / NUM_SAMPLES + 0.1)
-        trouble = Trouble(deployment, clients, seed=config.seed)
-        duration_s = await _under_load(deployment, clients, sessions, timeline, trouble, faults, steer)
-        if steer is not None:
-            await deployment.ready()
-        await invariants.when_idle()
-        loop.after = None
-        await deployment.stop()
-        return SimulationOutcome(
-            config=config,
-            records=sorted(clients.records, key=lambda record: record.index),
-            num_not_asked=sum(len(session.turns) for session in sessions) - len(clients.records),
-            fingerprint=event_log.fingerprint,
-            num_events=event_log.num_events,
-            num_callbacks=loop.num_callbacks,
-            duration_s=duration_s,
-            served=deployment.served,
-            itl_s=deployment.gaps.spread(),
-            samples=timeline.samples,
-            num_handed_over=clients.num_handed_over,
-            transfer_bytes=deployment.lanes.num_bytes,
-            faults=trouble.happened,
-            failures=clients.failures,
-        )
-
+    deployment = SimulatedDeployment(config, event_log, untroubled=not faults and steer is None)
+    clients = Clients(deployment, event_log, seed=config.seed)
+    invariants = Invariants(deployment, clients, forgetful=any(fault.kind is Kind.INDEX_LOST for fault in faults))
+    loop.after = deployment.assert_no_faults
+    if watch is not None:
+        watch(partial(_progress, deployment, clients, event_log))
     try:
-        return run_virtually(main(), loop=loop)
-    except KeyboardInterrupt:
-        raise Interrupted(event_log.over_s) from None
-
-
-def _progress(deployment: SimulatedDeployment, clients: Clients, event_log: SimulationLog) -> tuple[int, str]:
-    if event_log.at_s is None:
-        num_workers = len(deployment.config.pools.worker_ids())
-        return 0, f"{deployment.num_made:,} of {num_workers:,} workers made"
-    return len(clients.records), f"{event_log.at_s:,.0f} s of virtual time"
-
-
-async def _under_load(
-    deployment: SimulatedDeployment,
-    clients: Clients,
-    sessions: Sequence[UserSession],
-    timeline: SimulationTimeline,
-    trouble: Trouble,
-    faults: Sequence[Fault],
-    steer: Steer | None,
-) -> float:
-    """Returns the seconds that the load took."""
-    start_s = loop_time()
+        await deployment.start()
+    finally:  # also logs the events of a cluster that does not start
+        event_log.begin()
+    loop.after = invariants.after_event
+    last_s, start_s = max(session.due_s for session in sessions), loop.time()
+    timeline = SimulationTimeline(deployment, period_s=last_s / NUM_SAMPLES + 0.1)
+    trouble = Trouble(deployment, clients, seed=config.seed)
     async with asyncio.TaskGroup() as group:
         beside = [group.create_task(timeline.run(), name="timeline")]
         if steer is not None:
@@ -160,7 +112,34 @@ async def _under_load(
         group.create_task(trouble.run(faults), name="faults")
         await clients.run(sessions)
         trouble.over()
-        duration_s = loop_time() - start_s
+        duration_s = loop.time() - start_s
         for task in beside:
             task.cancel()
-    return duration_s
+    if steer is not None:
+        await deployment.ready()
+    await invariants.when_idle()
+    loop.after = None
+    await deployment.stop()
+    return SimulationOutcome(
+        config=config,
+        records=sorted(clients.records, key=lambda record: record.index),
+        num_not_asked=sum(len(session.turns) for session in sessions) - len(clients.records),
+        fingerprint=event_log.fingerprint,
+        num_events=event_log.num_events,
+        num_callbacks=loop.num_callbacks,
+        duration_s=duration_s,
+        served=deployment.served,
+        itl_s=deployment.gaps.spread(),
+        samples=timeline.samples,
+        num_handed_over=clients.num_handed_over,
+        transfer_bytes=deployment.lanes.num_bytes,
+        faults=trouble.happened,
+        failures=clients.failures,
+    )
+
+
+def _progress(deployment: SimulatedDeployment, clients: Clients, event_log: SimulationLog) -> tuple[int, str]:
+    if event_log.at_s is None:
+        num_workers = len(deployment.config.pools.worker_ids())
+        return 0, f"{deployment.num_made:,} of {num_workers:,} workers made"
+    return len(clients.records), f"{event_log.at_s:,.0f} s of virtual time"
