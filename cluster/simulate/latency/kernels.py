@@ -1,4 +1,4 @@
-"""The times of one GPU's kernels, by kind: a few coefficients per GPU, fitted to measured kernels.
+"""The times of one GPU's kernels: a few coefficients per GPU, fitted to measured kernels.
 
 products    ((arithmetic / (rate x share))^s + (bytes / (memory rate x share))^s)^(1/s) + fixed: a roofline (Williams,
             Waterman, Patterson, 2009) whose ridge is as sharp as `s`
@@ -6,7 +6,7 @@ prefill     arithmetic / (rate x share) + elements x cost of an element + fixed
 decode      bytes / (memory rate x share) + rows and heads x cost of each + fixed
 all-reduce  bytes / (link rate x share) + fixed
 
-`fitted.json` has the coefficients, which `python -m benchmarks.simulation.step_fit` writes with their source.
+`python -m benchmarks.simulation.step_fit` writes the coefficients to `fitted.json`.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class AllReduceTimes:
     large_share: float
 
     def seconds(self, gpu: Gpu, num_gpus: int, num_bytes: float) -> float:
-        """All-reduce of `num_bytes` on each of `num_gpus`. Across hosts: reduce-scatter within each host, all-reduce
-        between hosts over every GPU's network card, all-gather within each host."""
+        """Across hosts: reduce-scatter within each host, all-reduce over every GPU's network card, all-gather within
+        each host."""
         if num_gpus == 1:
             return 0.0
         within = min(num_gpus, HOST_GPUS)

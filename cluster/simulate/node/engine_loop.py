@@ -156,7 +156,6 @@ class SimulatedEngineLoop:
 
     @property
     def is_due(self) -> bool:
-        """Whether there are calls that the engine has not run yet."""
         return bool(self._inbox)
 
     # -- the process ---------------------------------------------------------------------------------------------------
@@ -243,8 +242,8 @@ class SimulatedEngineLoop:
             self._timer = self._loop.call_first(self._loop.time() + num_ticks * IDLE_TICK_S, self._due)
 
     def _step(self, start_s: float) -> float | None:
-        """Runs one step from `start_s` on. Returns its end, or None if there was nothing to compute. The engine is then
-        in the state after the step, although the step has not ended."""
+        """Returns the step's end, or None if there was nothing to compute. The engine is then in the state after the
+        step, although the step has not ended."""
         engine, device = self._engine, self._device
         device.now_s = start_s
         num_steps, before = engine.num_steps, device.last if engine.num_in_flight else None
@@ -255,8 +254,7 @@ class SimulatedEngineLoop:
         return device.now_s if engine.num_steps != num_steps or engine.num_in_flight else None
 
     def _publish_step(self, *, shows: bool | None = None) -> None:
-        """Publishes the updates and events since the last message as one message. With a load, `shows` reports that
-        another step has ended, to gateways that wait for it."""
+        """Publishes everything since the last message. `shows`: another step has ended, for gateways that wait for it."""
         updates, self._updates = self._updates, []
         self._count_gaps()
         self._num_calm += 1
@@ -280,12 +278,12 @@ class SimulatedEngineLoop:
 
     @property
     def _is_withholding(self) -> bool:
-        """Whether tokens are withheld. Not while the worker drains: answers migrate with the published tokens."""
+        """A worker that drains withholds nothing: answers migrate with the published tokens."""
         return self._withholds and not self._engine.draining
 
     def _sifted(self, updates: Sequence[SequenceUpdate]) -> list[SequenceUpdate]:
-        """The updates without further tokens of answers whose first tokens were published. Those tokens come with the
-        answer's next update of another kind."""
+        """Leaves out further tokens of answers whose first tokens were published, until their next update of another
+        kind."""
         published: list[SequenceUpdate] = []
         withheld = self._withheld
         for update in updates:
@@ -313,7 +311,6 @@ class SimulatedEngineLoop:
             self._publish(StepMessage(events=(events,) if events else (), load=load))
 
     def _record(self, updates: Sequence[SequenceUpdate], ends_s: Sequence[float]) -> None:
-        """Keeps the updates of steps that end at these times until they are published."""
         self._updates += updates
         request_ids = [update.request_id for update in updates if update.token_ids]
         if request_ids and self._gaps is not None:
@@ -334,10 +331,8 @@ class SimulatedEngineLoop:
     # -- leaps ---------------------------------------------------------------------------------------------------------
 
     def _foresee(self) -> list[float]:
-        """The ends of the next steps that are alike, up to the first after which a load is to be published.
-
-        At most one step soon after a change: gateways count the messages of the next steps (`MIN_CALM_STEPS`).
-        """
+        """Returns the ends of the next steps that are alike, up to the first after which a load is published. Soon
+        after a change it is at most one step: gateways count the next messages (`MIN_CALM_STEPS`)."""
         engine, device = self._engine, self._device
         num_in_flight = engine.num_in_flight
         num_steps = num_uniform(engine.scheduler, device.last, num_in_flight) if num_in_flight == engine.depth else 0
@@ -363,8 +358,8 @@ class SimulatedEngineLoop:
         return bool(self._ahead_s)
 
     def _cut_leap(self) -> bool:
-        """Cuts a leap to end with the step in progress, unless a gateway must get the earlier steps now. True if
-        nothing else must be done, also for a leap that was cut before."""
+        """Lets a leap end with the step in progress, unless a gateway must get the earlier steps now. True if nothing
+        else must be done."""
         ahead_s = self._ahead_s
         if not ahead_s or self._busy:
             return bool(ahead_s)
@@ -376,19 +371,16 @@ class SimulatedEngineLoop:
         return True
 
     def _continue_until(self, end_s: float) -> None:
-        """Ends the step in progress at `end_s`, as any other step."""
         self._busy, self._has_prefill = True, False
         self._disarm()
         self._arm(end_s)
 
     def _is_awaited(self, num_over: int) -> bool:
-        """Whether a gateway gets the message of the last of `num_over` steps after it has sent the event that ends the
-        leap."""
+        """Whether a gateway gets the last message of `num_over` steps after it has sent the event that ends the leap."""
         return num_over > 0 and self._ahead_s[num_over - 1] > self._loop.time() - self._round_trip_s
 
     def flush(self) -> None:
-        """Takes the steps of a leap that have ended by now, and begins the step in progress, which ends as any
-        other."""
+        """Takes the steps of a leap that have ended by now, and begins the step in progress."""
         ahead_s = self._ahead_s
         if not ahead_s:
             return
@@ -411,12 +403,11 @@ class SimulatedEngineLoop:
             self._continue_until(ahead_s[num_over])
 
     def _take_steps(self, ends_s: Sequence[float]) -> None:
-        """Takes the steps of a leap that end at these times."""
         self._record(self._engine.advance(self._device.now_s + self.skew_s, len(ends_s)), ends_s)
 
 
 def merged(updates: Sequence[SequenceUpdate]) -> tuple[SequenceUpdate, ...]:
-    """One update per request, with the tokens of all its updates."""
+    """Returns one update per request, with the tokens of all its updates."""
     by_request: dict[str, list[SequenceUpdate]] = {}
     for update in updates:
         by_request.setdefault(update.request_id, []).append(update)

@@ -1,7 +1,5 @@
-"""The host tier of a simulated worker: blocks are loaded over a link that takes time, one load after the other.
-
-Copies to the host use the other direction of the link, behind the steps, and take no time.
-"""
+"""The host tier of a simulated worker: blocks are loaded over a link, one load after the other. Copies to the host take
+no time."""
 
 from __future__ import annotations
 

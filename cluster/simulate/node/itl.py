@@ -1,8 +1,7 @@
 """The time between the tokens of each answer (ITL), from the ends of the workers' steps.
 
-A gap counts if the answer's client still waits when its token is published. So gaps count for an answer that fails
-later, and for a token that is lost with a connection or a worker. The pause of such an answer counts as two gaps, one
-of them as long as a step.
+A gap counts if the client still waits when its token is published, also of an answer that fails later, and of a token
+that is lost with a worker. The pause of such an answer counts as two gaps.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ class Gaps:
         self._max_s = 0.0
 
     def begun(self, job: str) -> None:
-        """Records that a client waits for the job's tokens from now on."""
+        """A client waits for the job's tokens from now on."""
         self._attempts[job] = ""
 
     def made(self, request_ids: Sequence[str], ends_s: Sequence[float]) -> None:
-        """Records that each of these steps produced a token of each request."""
+        """Each of these steps produced a token of each request."""
         first_s, last_s = ends_s[0], self._last_s
         befores_s = [last_s.get(request_id) for request_id in request_ids]
         last_s.update(dict.fromkeys(request_ids, ends_s[-1]))
@@ -43,16 +42,15 @@ class Gaps:
             self._count(after_s - before_s, num_awaited)
 
     def ended(self, job: str) -> None:
-        """Records that the client has gone: later tokens do not count."""
+        """The client has gone: later tokens do not count."""
         self._last_s.pop(self._attempts.pop(job), None)
 
     def assert_idle(self) -> None:
-        """Asserts that no ended job has left an entry."""
         assert not self._attempts, f"{len(self._attempts)} jobs have ended whose gaps are waited for"
         assert not self._last_s, f"the last tokens of {len(self._last_s)} attempts are kept, whose jobs have ended"
 
     def _count_each(self, first_s: float, request_ids: Sequence[str], befores_s: Sequence[float | None]) -> int:
-        """Counts the gaps of requests with a waiting client, and returns their number."""
+        """Returns the number of requests with a waiting client."""
         num_awaited, since_s = 0, dict[float, int]()
         for request_id, before_s in zip(request_ids, befores_s, strict=True):
             if before_s is None:
@@ -69,12 +67,12 @@ class Gaps:
         return num_awaited
 
     def _begin(self, job: str, request_id: str) -> float | None:
-        """At an attempt's first token: the time of the previous attempt's last token."""
+        """Returns the time of the previous attempt's last token, at an attempt's first token."""
         before, self._attempts[job] = self._attempts[job], request_id
         return self._last_s.pop(before, None)
 
     def spread(self) -> Percentiles | None:
-        """The percentiles of all gaps; None if no answer had two tokens."""
+        """Returns None if no answer had two tokens."""
         ordered = [self._seen[key] for key in sorted(self._seen)]
         num = sum(count for count, _ in ordered)
         if not num:
@@ -91,7 +89,6 @@ class Gaps:
 
 
 def _percentile(ordered: Sequence[tuple[int, float]], num: int, percent: float) -> float:
-    """The mean of the gaps in the bin of this rank."""
     rank = (num - 1) * percent / 100
     passed = 0
     for count, total in ordered:

@@ -1,8 +1,7 @@
 """The length of a leap: how many of the next steps are alike, so that one batch can take them all.
 
-In each of these steps every running sequence decodes one token, and nothing else happens: no answer ends or could end,
-no request waits, and no block is taken or becomes full except by the last step. So the worker publishes nothing new
-before the last step but tokens and the number of the step.
+In each of them every running sequence decodes one token: no answer ends or could end, no request waits, and no block is
+taken or filled except by the last step. So the worker publishes only tokens before the last step.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from workers.scheduling.scheduler import Scheduler
 
 
 class LeapLimits(Value, frozen=True, kw_only=True):
-    """Limits from the scheduler. `has_eos`: some tokens end an answer that does not ignore them. `can_grow`: there is a
-    free block for every sequence, and taking it has no other effect. `windows` are those that give pages back."""
+    """`has_eos`: some tokens end an answer. `can_grow`: there is a free block for every sequence, and taking it has no
+    other effect. `windows` give pages back."""
 
     block_size: int
     max_len: int
@@ -39,8 +38,8 @@ class LeapLimits(Value, frozen=True, kw_only=True):
 
 
 def num_uniform(scheduler: Scheduler, last: Batch, num_in_flight: int) -> int:
-    """The number of uniform steps from here on, including the one that takes or fills a block. `num_in_flight` of them
-    are already launched. They continue the `last` batch, which must have sampled exactly the running sequences."""
+    """Returns the number of uniform steps, with the one that takes or fills a block. `num_in_flight` of them are
+    launched. They continue the `last` batch, which must have sampled exactly the running sequences."""
     running = scheduler.running
     if num_in_flight > 1 or not running or scheduler.num_waiting or len(scheduler.onloads):
         return 0
@@ -79,8 +78,7 @@ def _num_uniform(request: Request, limits: LeapLimits, num_in_flight: int) -> in
 
 
 def num_steady(speed: EngineSpeed, steps_s: Sequence[float]) -> int:
-    """The number of steps until the published time of a step changes, that step included; all steps if it does not
-    change."""
+    """Returns the number of steps until the published time of a step changes."""
     speed = copy(speed)
     published_s = speed.decode_step_s
     for number, step_s in enumerate(steps_s, 1):

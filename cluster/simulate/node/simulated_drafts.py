@@ -1,10 +1,7 @@
 """Simulated speculation: drafts that are right as often as measured, and what a device brings of a row with drafts.
 
-    the production code     queries, choice of the number of drafts, verification, counts (`workers.speculation`)
-    simulated               the drafts themselves: position i is right with a given probability if those before it are,
-                            and what making them takes on the device, for a draft model or a head
-
-The proposer knows the toy model (`workers.toy`), whose next token is a function of all tokens before it.
+Queries, the number of drafts, verification and counts are production code (`workers.speculation`). The proposer knows
+the toy model (`workers.toy`), whose next token is a function of all tokens before it.
 """
 
 from __future__ import annotations
@@ -26,8 +23,8 @@ _WORD = 2**64 - 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedDrafter:
     """`acceptance`: for each position of a draft the probability that it is right if those before it are; the last one
-    counts for all further positions. `latency`: of a draft model's step, or a head's; None for a source whose drafts
-    take no time. `host_s`: the host's work for a step that follows tokens which it has to know, as drafts do."""
+    counts for all further positions. `latency`: of a draft model's step or a head's; None if drafts take no time.
+    `host_s`: the host's work for a step that follows known tokens."""
 
     source: str
     acceptance: tuple[float, ...]
@@ -36,7 +33,7 @@ class SimulatedDrafter:
     host_s: float = 0.0
 
     def speculation(self, *, weight: int, vocab_size: int, key: str, wait: Callable[[float], None]) -> Speculation:
-        """The speculation of one worker. `wait` lets the device's time pass."""
+        """`wait` lets the device's time pass."""
         drafts = SimulatedDrafts(self, weight=weight, vocab_size=vocab_size, key=key)
         proposer = drafts if self.latency is None else TimedDrafts(drafts, self.latency, wait)
         return Speculation([proposer], max_drafts=self.max_drafts)
@@ -44,7 +41,7 @@ class SimulatedDrafter:
 
 @dataclass(slots=True)
 class _Summed:
-    """The sum over the first `num_tokens` tokens of a sequence, and the last draft that was made for it."""
+    """The sum over the first `num_tokens` tokens of a sequence, and its last draft."""
 
     sequence: SpeculatedSequence
     num_tokens: int = 0
@@ -54,8 +51,8 @@ class _Summed:
 
 
 class SimulatedDrafts:
-    """A proposer whose drafts take no time. A position of an answer is right or wrong for all time, given its place in
-    the draft, so that a run does not depend on the order of its events."""
+    """A position of an answer is right or wrong for all time, given its place in the draft, so that a run does not
+    depend on the order of its events."""
 
     needs = ProposerNeeds()
 
@@ -108,8 +105,7 @@ class SimulatedDrafts:
 
 
 class TimedDrafts:
-    """Drafts of a model with KV of its own. It computes what it lacks of a sequence with the first draft, and a step
-    for each further one."""
+    """Drafts of a model with KV of its own: the first draft computes what it lacks, each further one takes a step."""
 
     needs = ProposerNeeds()
 
@@ -154,7 +150,7 @@ class TimedDrafts:
         return len(self._drafts)
 
     def seconds(self, num_rows: int, num_drafts: int) -> float:
-        """By the length of the sequences of the last call; 0 before it."""
+        """Uses the lengths of the last call; 0 before it."""
         read = num_rows * self._mean_len
         step = StepWork(num_rows, num_rows, read, read, num_rows, read)
         return num_drafts * self._latency.step_s(step) if self._mean_len else 0.0
@@ -165,8 +161,8 @@ class TimedDrafts:
 
 
 def verified_row(row: Row, first: int, total: int, *, weight: int, vocab_size: int) -> tuple[RowOutput, int, int]:
-    """The output of a row with drafts, from the sum `total` of the positions before `first`, that of its first draft.
-    Then the number of positions whose tokens are verified, and their sum."""
+    """Returns the output of a row with drafts, from the sum `total` of the positions before `first`, its first draft;
+    then the number of verified positions, and their sum."""
     assert row.sample is not None
     token_ids = list[int]()
     for place, sample in enumerate(drafted_samples(row.sample, row.draft_ids)):
@@ -178,7 +174,7 @@ def verified_row(row: Row, first: int, total: int, *, weight: int, vocab_size: i
 
 
 def kv_term(token_id: int, position: int) -> int:
-    """The term that a position adds to the sum that the toy model's tokens are made of."""
+    """The term of a position in the sum that the toy model's tokens are made of."""
     return (position + 1) * ((token_id + 1) * 7919 + position) % MODULUS
 
 

@@ -43,9 +43,8 @@ LEAVE_LOOK_S = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """The settings that all workers of a simulated cluster share. `depth` is the engine's. Blocks of the host tier are
-    loaded at `host_bytes_per_s`. A gateway that missed more than `kept_events` gets a snapshot. `shares`: windows of
-    layers, if step times depend on them. With a `drafter` there are no leaps: rows bring unknown numbers of tokens."""
+    """Settings of all workers. `depth` is the engine's. A gateway that missed more than `kept_events` gets a snapshot.
+    `shares`: windows of layers that step times depend on. With a `drafter` there are no leaps."""
 
     model: str
     layout: KVLayout
@@ -70,7 +69,7 @@ class Spec:
 
 
 class SimulatedWorker:
-    """One life of a worker, from `start` to `kill`. Lives on one event loop."""
+    """One life of a worker, from `start` to `kill`."""
 
     def __init__(
         self,
@@ -377,6 +376,3 @@ class SimulatedWorker:
             tickets=tuple(self.role.tickets(self.clock())),
             lanes=tuple(self._transfers.lanes()),
         )
-
-
-"""Makes a worker from its id, role and incarnation."""

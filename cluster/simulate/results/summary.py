@@ -1,4 +1,4 @@
-"""Turns an outcome into the figures that an operator needs: latency, utilisation, balance and cost."""
+"""Turns an outcome into the figures that an operator needs."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MAX_FAULTS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSummary:
-    """`busy`: share of GPU time in which devices computed. `imbalance`: tokens of the busiest worker over the mean.
-    `offered`: the work that arrived over what the pool can do in that time; None if nobody can say."""
+    """`busy`: share of GPU time. `imbalance`: tokens of the busiest worker over the mean. `offered`: the work that
+    arrived over what the pool can do; None if unknown."""
 
     role: str
     num_workers: int
@@ -40,9 +40,8 @@ class PoolSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCosts:
-    """USD per million tokens of complete answers; prices times tokens are the total USD, so complete answers pay for
-    failed ones. The cost of the GPUs, idle time included, is divided by the device time of each kind of token: prompt
-    tokens that were computed, prompt tokens found in a cache (attention still reads them), answer tokens."""
+    """USD per million tokens of complete answers, which pay for failed ones. The GPUs' cost, idle time included, is
+    divided by the device time of computed prompt tokens, cached ones (attention reads them) and answer tokens."""
 
     gpu_hours: float
     usd: float
@@ -53,7 +52,7 @@ class TokenCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheHitShares:
-    """Shares of complete answers' prompt tokens by source: the prefill worker's device, its host, another worker."""
+    """Shares of complete answers' prompt tokens by source: the worker's device, its host, another worker."""
 
     device: float
     host: float
@@ -62,8 +61,7 @@ class CacheHitShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSummary:
-    """`tokens_per_row`: that a decoding row brought in a step, drafts that were not chosen included. `accepted_at`: of
-    the drafted tokens at each position of a draft, the share that was accepted."""
+    """`accepted_at`: of the drafted tokens at each position of a draft, the share that was accepted."""
 
     tokens_per_row: float
     num_drafted: int
@@ -73,12 +71,9 @@ class DraftSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The figures of a run.
-
-    - `handed_over`: share of complete answers that continued on another worker after their first token
-    - `num_not_asked`: requests not sent, since an earlier one of their conversation had failed; not in the report
+    """- `handed_over`: share of complete answers that continued on another worker
+    - `num_not_asked`: requests whose conversation had failed; not in the report
     - `num_left_out`, `num_left_out_requests`: sessions and requests too long for any worker; not in the report
-    - `cluster`: the cluster in one line; empty if a sweep did not choose it
     - `grew`: the last third of the requests waited longer than the third before
     - `is_endless`: the load stands for one that never ends
     """
@@ -102,7 +97,6 @@ class Summary:
 
     @property
     def overloaded(self) -> PoolSummary | None:
-        """The pool that is offered most, if that is more than it can do."""
         pool = self.busiest
         return pool if pool is not None and (pool.offered or 0.0) > 1.0 else None
 
@@ -123,7 +117,7 @@ class Summary:
 
     @property
     def falls_behind(self) -> str:
-        """Why more of an endless load would wait longer; empty if it would not."""
+        """Why more of an endless load would wait longer, or ""."""
         if not self.is_endless or self.faults:
             return ""
         if (pool := self.overloaded) is not None:
@@ -132,7 +126,7 @@ class Summary:
 
     @property
     def unsteady(self) -> str:
-        """Why the figures are not those of a longer load; empty if they are."""
+        """Why the figures are not those of a longer load, or ""."""
         if not self.num_wanted:
             return self.falls_behind
         why = self.falls_behind or "a pool that is nearly full settles slowly"
@@ -143,7 +137,6 @@ def summarise(
     outcome: SimulationOutcome, objective: Objective, *, cluster: str = "", left_out: Sequence[UserSession] = (),
     is_endless: bool = False,
 ) -> Summary:  # fmt: skip
-    """`left_out`: sessions of the load that were too long to simulate."""
     # A message between the first and the last token may have several tokens, so gaps are taken from the workers.
     report = replace(make_report(outcome.records, objective), itl_s=outcome.itl_s, late_s=None)
     return Summary(
@@ -167,7 +160,7 @@ def summarise(
 
 
 def figures(summary: Summary) -> dict[str, Any]:
-    """The report as a file contains it: times in whole microseconds, without floating-point noise."""
+    """Times are whole microseconds, without floating-point noise."""
     report: dict[str, Any] = _rounded(asdict(summary))
     return report
 
@@ -185,8 +178,7 @@ def _is_time(name: str) -> bool:
 
 
 def _hits(outcome: SimulationOutcome, report: Report) -> CacheHitShares:
-    """Sources of complete answers' cached tokens, in the proportions that workers counted for host and pulled
-    tokens."""
+    """Divides cached tokens as workers counted host and pulled ones."""
     host = sum(life.load.host.num_hit_tokens for life in outcome.served if life.load.host is not None)
     pulled = sum(life.load.num_pulled_tokens for life in outcome.served)
     num_cached = max(1, host + pulled, sum(record.num_cached or 0 for record in outcome.records))
@@ -273,7 +265,7 @@ def _drafts(served: Sequence[WorkerLife]) -> DraftSummary | None:
 
 
 def _looking_s(latency: Latency, record: RequestRecord) -> float:
-    """The factor by which a prompt takes longer because its computed part also attends to the cached part."""
+    """The time that a prompt's computed part takes longer because it attends to the cached part."""
     cached = record.num_cached or 0
     computed = record.num_prompt - cached
     if not cached or computed < 1:

@@ -1,4 +1,4 @@
-"""Finds the cheapest cluster that meets an objective: simulates every combination and compares the best."""
+"""Finds the cheapest cluster that meets its targets."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from protos.hints import usd_figure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepTrial:
-    """The results of one cluster for each target, and its price."""
-
     choice: ClusterChoice
     summary: Summary
     usd_per_hour: float
@@ -25,7 +23,6 @@ class SweepTrial:
 
     @property
     def is_good(self) -> bool:
-        """Whether it reaches all targets, and would with a longer load."""
         return not self.summary.falls_behind and all(reached.is_met for reached in self.reached)
 
     @property
@@ -35,7 +32,7 @@ class SweepTrial:
 
 
 def front(trials: Sequence[SweepTrial]) -> list[SweepTrial]:
-    """Trials for which no other is both cheaper and better (Pareto front), the cheapest first."""
+    """The Pareto front, the cheapest first."""
     best: list[SweepTrial] = []
     for trial in sorted(trials, key=lambda trial: (trial.usd_per_hour, -trial.binding.ratio)):
         if not best or trial.binding.ratio > best[-1].binding.ratio:
@@ -44,19 +41,17 @@ def front(trials: Sequence[SweepTrial]) -> list[SweepTrial]:
 
 
 def cheapest(trials: Sequence[SweepTrial]) -> SweepTrial | None:
-    """The cheapest trial by USD per hour, then the one with most to spare."""
     good = [trial for trial in trials if trial.is_good]
     return min(good, key=lambda trial: (trial.usd_per_hour, -trial.binding.ratio), default=None)
 
 
 def closest(trials: Sequence[SweepTrial]) -> SweepTrial | None:
-    """The best trial, then the cheapest; None if none reaches any target for any request."""
+    """Returns None if no trial reaches any target for any request."""
     best = max(trials, key=lambda trial: (trial.binding.ratio, -trial.usd_per_hour))
     return best if best.binding.ratio else None
 
 
 def verdict(trials: Sequence[SweepTrial], targets: Sequence[PercentileTarget]) -> str:
-    """The cheapest cluster, the target that limits it, and what the best of the cheaper ones misses."""
     best = cheapest(trials)
     if best is None:
         nearest = closest(trials)
@@ -93,8 +88,6 @@ def _busiest(summary: Summary) -> Text:
 
 
 def sweep_table(trials: Sequence[SweepTrial]) -> Table:
-    """All trials by cost, times in ms; those on the front are marked, the cheapest that meets the objective is
-    highlighted."""
     on_front, best = front(trials), cheapest(trials)
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("cluster", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Targets of a swept cluster: shares of requests within bounds, or percentiles of one metric (the same thing).
+"""Targets of a swept cluster: shares of requests within bounds.
 
 ``TTFT p90 < 2 s`` holds if at least 90 % of the requests have their first token within 2 s. Requests that failed or
 were never sent are within no bound.
@@ -20,7 +20,7 @@ _TEXT = re.compile(r"(\w+)\s+p(\d+(?:\.\d+)?)\s*<?=?\s*(\d+(?:\.\d+)?)\s*(ms|s)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PercentileTarget:
-    """A `share` of the requests must be within `bound_s` by one metric; with an `objective`, they must meet that."""
+    """A `share` of the requests must be within `bound_s` by one metric, or meet the `objective`."""
 
     share: float
     metric: str = ""
@@ -71,8 +71,6 @@ class PercentileTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """The result of one cluster: the share of requests within the target's bound, and the percentile itself."""
-
     target: PercentileTarget
     share: float
     value_s: float
@@ -83,7 +81,7 @@ class Reached:
 
     @property
     def ratio(self) -> float:
-        """Ratio to the bound: 0 if no bound could be kept, above 1 with something to spare."""
+        """0 if no bound could be kept, above 1 with something to spare."""
         if self.target.objective is not None:
             return self.share / self.target.share if self.target.share else 1.0 + self.share
         return self.target.bound_s / self.value_s if self.value_s else math.inf

@@ -1,4 +1,4 @@
-"""The planner beside a simulated load: the production code of owner and planner, by the virtual clock."""
+"""The production planner and owner beside a simulated load."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from router.capacity.samples import sample_of, sight_of
 from router.fleet_owner import DesiredFleet, FleetChange, GatewaySight
 
 MAX_RECORDS = 100_000
-"""Requests of a gateway that the planner can look back at."""
+"""The requests of a gateway that the planner can look back at."""
 
 
 @dataclass(slots=True)
 class PlannedRun:
-    """The planner's decisions, and the changes of the fleet."""
-
     decisions: Sequence[FleetDecision] = ()
     changes: Sequence[FleetChange] = ()
 
@@ -34,8 +32,7 @@ class PlannedRun:
 def planner_settings(
     within: str, objective: Objective, attainment: float, devices: Mapping[WorkerRole, int]
 ) -> PlannerSettings:
-    """`within`: the least and the greatest number of workers of each pool, as 1:8. `devices`: of a worker. Raises
-    Misconfigured."""
+    """`within`: as 1:8. `devices`: of a worker. Raises Misconfigured."""
     limits = limits_of(within, devices)
     if not all(least for role, least in limits.least.items() if role is not WorkerRole.PREFILL):
         raise Misconfigured(
@@ -53,8 +50,6 @@ def planner_settings(
 
 
 def autoscaling(settings: PlannerSettings, planned: PlannedRun) -> Steer:
-    """Plans while the load lasts; `planned` gets what happened."""
-
     async def steer(deployment: SimulatedDeployment) -> None:
         clock = asyncio.get_running_loop().time
         configured = DesiredFleet(counts=dict(deployment.config.pools.counts()))

@@ -13,13 +13,11 @@ from protos.errors import Misconfigured
 from router.routing.registry import NAMES
 
 MAX_CLUSTERS = 10_000
-"""The most clusters of one sweep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterChoice:
-    """One cluster. With `prefill` 0, `decode` colocated workers prefill their prompts themselves. Workers have `tp`
-    GPUs, unless their pool has its own number."""
+    """With `prefill` 0 the `decode` workers are colocated. `tp` are the GPUs of a worker whose pool has no own number."""
 
     prefill: int
     decode: int
@@ -41,8 +39,7 @@ class ClusterChoice:
 
 
 def choices(table: ClusterTable, settings: ClusterConfig) -> list[ClusterChoice]:
-    """The smallest clusters first. Numbers that the table does not give are those of the settings. Raises
-    Misconfigured."""
+    """Sorts the smallest clusters first. Missing numbers are those of the settings. Raises Misconfigured."""
     policies = _policies(settings.router.policy if table.policy is None else table.policy)
     ranks = _numbers("tp", _first(table.tp, settings.worker.tp), least=1)
     if table.max_gpus is not None:
@@ -59,7 +56,6 @@ def choices(table: ClusterTable, settings: ClusterConfig) -> list[ClusterChoice]
 
 
 def _pools(table: ClusterTable, settings: ClusterConfig) -> list[Sequence[int | None]]:
-    """Numbers of prefill and decode workers, and of the GPUs of each."""
     pools = settings.pools
     colocated = pools.colocated if table.prefill is None and table.decode is None else 0
     if table.colocated is not None or colocated:
@@ -83,12 +79,11 @@ def _choice(
 
 
 def _first(*values: Counts | None) -> Counts:
-    """The first that is given, else 1."""
     return next((value for value in values if value is not None), 1)
 
 
 def _numbers(name: str, value: Counts, *, least: int = 0) -> list[int]:
-    """Numbers from 2, [1, 2, 4] or "1:4". Raises Misconfigured."""
+    """Parses 2, [1, 2, 4] or "1:4". Raises Misconfigured."""
     numbers: Sequence[int] = ()
     if isinstance(value, str):
         if bounds := re.fullmatch(r"(\d{1,4}):(\d{1,4})", value):
@@ -114,7 +109,6 @@ def _policies(policies: str | Sequence[str]) -> list[str]:
 
 
 def _within(gpus: int, ranks: Sequence[int], policies: Sequence[str]) -> Iterator[ClusterChoice]:
-    """All splits of at most this number of GPUs into two pools, and as many colocated workers as fit."""
     if gpus < min(ranks):
         raise Misconfigured(
             f"cluster.max_gpus = {gpus}: a worker needs cluster.tp = {min(ranks)}: give as many or more",

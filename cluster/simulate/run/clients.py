@@ -1,7 +1,4 @@
-"""Simulated clients: they send requests, compare every token with the expected one, and record the outcome.
-
-The toy model's answers are known in advance, so a lost, doubled or wrong token is found when it arrives.
-"""
+"""Simulated clients: they send requests, compare every token with the toy model's, and record the outcome."""
 
 from __future__ import annotations
 
@@ -31,20 +28,16 @@ GATEWAY_LOST = "gateway_lost"
 ALONE = "alone"
 
 PROMPT_IDS = 256
-"""Number of ids in simulated prompts: few enough for the processor's cache, and enough that two blocks of 16 never are
-equal by chance."""
+"""Few enough ids for the processor's cache, and enough that two blocks of 16 are never equal by chance."""
 
 
 class Answer:
-    """The expected tokens after a prompt, one by one."""
-
     def __init__(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         self._total = int(weighed(prompt_ids, 0).sum())
         self._position = len(prompt_ids)
         self._params = params
 
     def next(self, count: int) -> list[int]:
-        """The next `count` expected tokens."""
         assert self._params.temperature == 0.0
         total, position, token_ids = self._total, self._position, []
         for _ in range(count):
@@ -59,7 +52,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A failed attempt of a request, seconds after the load began."""
+    """`at_s`: since the load began."""
 
     request_id: str
     at_s: float
@@ -69,8 +62,7 @@ class Failure:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
-    """A running request. `last_message_s` is when its last message arrived. `handed_over`: another worker than the
-    prefill worker sent tokens."""
+    """`handed_over`: another worker than the prefill worker sent tokens."""
 
     request_id: str
     last_message_s: float
@@ -82,9 +74,7 @@ class SimulatedRequest:
 
 
 class Clients:
-    """Runs sessions against a deployment. `records` are of requests that have ended, `running` of running ones.
-    `num_handed_over`: complete answers that began on the prefill worker and continued on another. `failures`: failed
-    attempts of requests that have ended."""
+    """`num_handed_over`: complete answers that continued on another worker. `failures`: of requests that have ended."""
 
     def __init__(self, deployment: SimulatedDeployment, event_log: SimulationLog, *, seed: int) -> None:
         self.records: list[RequestRecord] = []
