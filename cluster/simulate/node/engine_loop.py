@@ -254,7 +254,7 @@ class SimulatedEngineLoop:
         return device.now_s if engine.num_steps != num_steps or engine.num_in_flight else None
 
     def _publish_step(self, *, shows: bool | None = None) -> None:
-        """Publishes everything since the last message. `shows`: another step has ended, for gateways that wait for it."""
+        """Publishes everything since the last message. `shows`: another step has ended, which gateways wait for."""
         updates, self._updates = self._updates, []
         self._count_gaps()
         self._num_calm += 1
@@ -376,7 +376,7 @@ class SimulatedEngineLoop:
         self._arm(end_s)
 
     def _is_awaited(self, num_over: int) -> bool:
-        """Whether a gateway gets the last message of `num_over` steps after it has sent the event that ends the leap."""
+        """Whether the message of the last of `num_over` steps comes after a gateway sent the event that ends the leap."""
         return num_over > 0 and self._ahead_s[num_over - 1] > self._loop.time() - self._round_trip_s
 
     def flush(self) -> None:

@@ -17,7 +17,7 @@ MAX_CLUSTERS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterChoice:
-    """With `prefill` 0 the `decode` workers are colocated. `tp` are the GPUs of a worker whose pool has no own number."""
+    """With `prefill` 0 the `decode` workers are colocated. `tp`: GPUs of a worker whose pool has no own number."""
 
     prefill: int
     decode: int
