@@ -376,7 +376,7 @@ class SimulatedEngineLoop:
         self._arm(end_s)
 
     def _is_awaited(self, num_over: int) -> bool:
-        """Whether the message of the last of `num_over` steps comes after a gateway sent the event that ends the leap."""
+        """Whether a gateway gets the last message of `num_over` steps after it sent the event that ends the leap."""
         return num_over > 0 and self._ahead_s[num_over - 1] > self._loop.time() - self._round_trip_s
 
     def flush(self) -> None:
