@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from protos.errors import BatonError, InvalidRequest, NotFound
-from router.admin.admin_face import admin_face
+from router.admin.admin_face import ADMIN_FACE
 from router.admin.status_routes import degraded, not_ready
 from router.anthropic.anthropic_api import ANTHROPIC_FACE
 from router.batches.openai_routes import BATCHES_FACE
@@ -75,9 +75,8 @@ _PAGES = Face(
     )
 )
 FACES: Sequence[Face] = (
-    OPENAI_FACE, RESPONSES_FACE, ANTHROPIC_FACE, OLLAMA_FACE, BATCHES_FACE, MESSAGE_BATCHES_FACE, _PAGES,
+    OPENAI_FACE, RESPONSES_FACE, ANTHROPIC_FACE, OLLAMA_FACE, BATCHES_FACE, MESSAGE_BATCHES_FACE, ADMIN_FACE, _PAGES,
 )  # fmt: skip
-"""All but the operator's, which `admin_face` has."""
 
 _APIS = tuple(dict.fromkeys(face.api for face in FACES if face.api is not OPENAI))
 """Paths whose answers are not in OpenAI's form."""
@@ -103,9 +102,8 @@ def create_app(gateway: Gateway) -> FastAPI:
         middleware=_layers(gateway),
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    faces = (*FACES, admin_face(gateway))
     by_path: dict[str, list[Endpoint]] = {}
-    for endpoint in (endpoint for face in faces for endpoint in face.endpoints):
+    for endpoint in (endpoint for face in FACES for endpoint in face.endpoints):
         by_path.setdefault(endpoint.path, []).append(endpoint)
     app.router.routes[:0] = [  # before /openapi.json: routes are matched in their order
         Route(path, _Answers(gateway, endpoints), methods=[endpoint.method for endpoint in endpoints])
@@ -117,7 +115,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     @cache
     def described(needs_key: bool, needs_admin_key: bool) -> dict[str, Any]:
         models = [one.card.name for one in gateway.each]
-        return describe(app, faces, models, needs_key=needs_key, needs_admin_key=needs_admin_key)
+        return describe(app, FACES, models, needs_key=needs_key, needs_admin_key=needs_admin_key)
 
     def document() -> dict[str, Any]:
         roster = gateway.access.roster

@@ -57,8 +57,8 @@ class GatewayPart(NamedTuple):
 
 
 PARTS: Mapping[str, GatewayPart] = {
-    "ledger": GatewayPart(RequestLedger, ("begun", "ended", "look", "note_open"), LedgerStore, "_run"),
-    "traces": GatewayPart(TraceExporter, ("arrived", "ended"), BatchProcessor, "worker"),
+    "ledger": GatewayPart(RequestLedger, ("began", "ended", "look", "note_open"), LedgerStore, "_run"),
+    "traces": GatewayPart(TraceExporter, ("ended",), BatchProcessor, "worker"),
 }
 
 

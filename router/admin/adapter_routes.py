@@ -8,7 +8,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.admin.door import AdminRoutes
 from router.gateway import Gateway
 from router.http.body import read_body
 from router.http.body_validation import Body
@@ -23,21 +22,20 @@ class AdapterBody(Body):
     path: str = Field(min_length=1, max_length=4096, description="the adapter's folder on the workers' machines")
 
 
-def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    @admin.route("/adapters", "LoRA adapters, and the workers that have them")
-    @admin.route("/adapters", "Every worker loads a LoRA adapter", method="POST", body=AdapterBody)
-    async def adapters(request: Request) -> Response:
-        """A POST is answered once the workers have the adapter."""
-        if request.method == "GET":
-            return json_response({"adapters": _rows(gateway)})
-        body = await read_body(request, AdapterBody, gateway.card)
-        gateway.check_adapter_name(body.name)
-        return _report(body.name, await gateway.fleet.load_adapter(body.name, body.path))
+async def list_adapters(gateway: Gateway, request: Request) -> Response:
+    return json_response({"adapters": _rows(gateway)})
 
-    @admin.route("/adapters/{name}", "No worker takes requests for a LoRA adapter", method="DELETE")
-    async def unload(request: Request) -> Response:
-        name = request.path_params["name"]
-        return _report(name, await gateway.fleet.unload_adapter(name))
+
+async def load(gateway: Gateway, request: Request) -> Response:
+    """Answers once the workers have the adapter."""
+    body = await read_body(request, AdapterBody, gateway.card)
+    gateway.check_adapter_name(body.name)
+    return _report(body.name, await gateway.fleet.load_adapter(body.name, body.path))
+
+
+async def unload(gateway: Gateway, request: Request) -> Response:
+    name = request.path_params["name"]
+    return _report(name, await gateway.fleet.unload_adapter(name))
 
 
 def _report(name: str, report: AdapterReport) -> Response:

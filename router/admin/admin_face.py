@@ -1,37 +1,70 @@
-"""Every endpoint that needs an administrator's key.
-
-Adding = Callable[[AdminRoutes, Gateway], None]      a module's `add` adds its endpoints; list it in ADDED
-"""
+"""The endpoints that need an administrator's key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
-from router.admin import (
-    adapter_routes,
-    capacity_routes,
-    cost_routes,
-    drain_routes,
-    history_routes,
-    kv_routes,
-    profile_routes,
-    requests,
-    status_routes,
-)
-from router.admin.door import AdminRoutes
-from router.endpoint import Face
-from router.gateway import Gateway
+from router.admin import adapter_routes, capacity_routes, cost_routes, drain_routes, kv_routes, profile_routes, requests
+from router.admin.adapter_routes import AdapterBody
+from router.admin.capacity_routes import CapacityBody
+from router.admin.door import SECOND
+from router.admin.history_routes import history
+from router.admin.status_routes import status
+from router.endpoint import Endpoint, Face, query_parameter
+from router.ledger.organization import COST_GROUPS, MAX_COST_DAYS, USAGE_GROUPS, VECTOR_GROUPS
 
-Adding = Callable[[AdminRoutes, Gateway], None]
+_SINCE = (query_parameter("since", SECOND),)
+_row = partial(Endpoint, key="admin")
 
-ADDED: tuple[Adding, ...] = (
-    status_routes.add, capacity_routes.add, kv_routes.add, drain_routes.add, profile_routes.add, requests.add,
-    cost_routes.add, history_routes.add, adapter_routes.add,
+ADMIN_FACE = Face(
+    endpoints=(
+        _row("GET", "/admin/status", status, "The fleet"),
+        _row("GET", "/admin/capacity", capacity_routes.capacity, "The desired fleet and its latest changes"),
+        _row(
+            "POST", "/admin/capacity", capacity_routes.order,
+            "Another number of workers, or another role of a worker", body=CapacityBody,
+        ),
+        _row("GET", "/admin/capacity/sights", capacity_routes.sights, "What every gateway's clients saw lately"),
+        _row("GET", "/admin/kv", kv_routes.kv, "Every ticket and lane"),
+        _row(
+            "POST", "/admin/lanes/probe", kv_routes.probe,
+            "Moves KV from one worker to another, and compares their answers", query=kv_routes.PROBE_QUERY,
+        ),
+        _row(
+            "POST", "/admin/workers/{worker_id}/drain", drain_routes.drain,
+            "No new work for a worker: what runs moves on or finishes, then it ends",
+        ),
+        _row("POST", "/admin/profile", profile_routes.profile, "Every worker records its steps from now on"),
+        _row("GET", "/admin/profile", profile_routes.profile, "The steps recorded so far"),
+        _row("DELETE", "/admin/profile", profile_routes.profile, "Ends the recording, and returns it"),
+        _row("GET", "/admin/requests", requests.recent, "The latest requests", query=requests.RECENT_QUERY),
+        _row("GET", "/admin/requests/{name:path}/cache", requests.cache, "Why a prompt was not found in a cache"),
+        _row("GET", "/admin/requests/{name:path}", requests.routed, "How a request was routed, why, and how it went"),
+        _row("GET", "/admin/shadows", requests.shadows, "What other policies would have done"),
+        _row(
+            "GET", "/admin/costs", cost_routes.cost_report, "What was used, charged and spent, by group",
+            query=cost_routes.COSTS_QUERY,
+        ),
+        _row(
+            "GET", "/v1/organization/usage/completions", cost_routes.usage, "Tokens by buckets of time",
+            query=cost_routes.buckets_query(USAGE_GROUPS),
+        ),
+        _row(
+            "GET", "/v1/organization/usage/embeddings", cost_routes.vector_usage,
+            "Tokens of embeddings by buckets of time", query=cost_routes.buckets_query(VECTOR_GROUPS),
+        ),
+        _row(
+            "GET", "/v1/organization/costs", cost_routes.charged, "Charges by buckets of time",
+            query=cost_routes.buckets_query(COST_GROUPS, most=MAX_COST_DAYS),
+        ),
+        _row("GET", "/admin/history", history, "The last hour, by periods", query=_SINCE),
+        _row("GET", "/admin/adapters", adapter_routes.list_adapters, "LoRA adapters, and the workers that have them"),
+        _row(
+            "POST", "/admin/adapters", adapter_routes.load, "Every worker loads a LoRA adapter", body=AdapterBody
+        ),
+        _row(
+            "DELETE", "/admin/adapters/{name}", adapter_routes.unload,
+            "No worker takes requests for a LoRA adapter",
+        ),
+    )
 )  # fmt: skip
-
-
-def admin_face(gateway: Gateway) -> Face:
-    admin = AdminRoutes()
-    for add in ADDED:
-        add(admin, gateway)
-    return Face(endpoints=admin.endpoints)

@@ -14,7 +14,6 @@ from starlette.responses import Response
 
 from protos.errors import InvalidRequest, Misconfigured
 from protos.values import WorkerRole
-from router.admin.door import AdminRoutes
 from router.fleet_owner import FleetOrder, OrderKind
 from router.gateway import Gateway
 from router.http.body import read_body
@@ -66,24 +65,20 @@ class CapacityBody(Body):
         )
 
 
-def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    @admin.route("/capacity", "The desired fleet and its latest changes")
-    @admin.route(
-        "/capacity", "Another number of workers, or another role of a worker", method="POST", body=CapacityBody
-    )
-    async def capacity(request: Request) -> Response:
-        """A POST is answered once the change is recorded, before it is reached."""
-        if request.method == "GET":
-            return json_response(msgspec.to_builtins(await gateway.fleet_owner.view()))
-        body = await read_body(request, CapacityBody, gateway.card)
-        change = await gateway.fleet_owner.order(await _with_files(body.order(), gateway))
-        return json_response(msgspec.to_builtins(change), status=202)
+async def capacity(gateway: Gateway, request: Request) -> Response:
+    return json_response(msgspec.to_builtins(await gateway.fleet_owner.view()))
 
-    @admin.route("/capacity/sights", "What every gateway's clients saw lately")
-    async def sights(_: Request) -> Response:
-        """Returns what every gateway's clients saw lately, for `baton plan`. Gateways begin to report with the first
-        call."""
-        return json_response({"sights": msgspec.to_builtins(await gateway.fleet_owner.sights())})
+
+async def order(gateway: Gateway, request: Request) -> Response:
+    """Answers once the change is recorded, before it is reached."""
+    body = await read_body(request, CapacityBody, gateway.card)
+    change = await gateway.fleet_owner.order(await _with_files(body.order(), gateway))
+    return json_response(msgspec.to_builtins(change), status=202)
+
+
+async def sights(gateway: Gateway, _: Request) -> Response:
+    """Gateways begin to report with the first call."""
+    return json_response({"sights": msgspec.to_builtins(await gateway.fleet_owner.sights())})
 
 
 async def _with_files(order: FleetOrder, gateway: Gateway) -> FleetOrder:

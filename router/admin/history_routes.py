@@ -5,18 +5,15 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.admin.door import SECOND, AdminRoutes, seconds_of
-from router.endpoint import query_parameter
+from router.admin.door import seconds_of
 from router.gateway import Gateway
 from router.history.history import PERIOD_S, view
 from router.http.error_responses import json_response
 from router.request_metrics import GAP_SECONDS, SECONDS
 
 
-def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    @admin.route("/history", "The last hour, by periods", query=(query_parameter("since", SECOND),))
-    async def history(request: Request) -> Response:
-        """`since` leaves out periods that ended then or before."""
-        periods = gateway.history.since(seconds_of(request, "since", 0))
-        points = [view(one, SECONDS, GAP_SECONDS) for one in periods]
-        return json_response({"period_s": PERIOD_S, "points": points})
+async def history(gateway: Gateway, request: Request) -> Response:
+    """`since` leaves out periods that ended then or before."""
+    periods = gateway.history.since(seconds_of(request, "since", 0))
+    points = [view(one, SECONDS, GAP_SECONDS) for one in periods]
+    return json_response({"period_s": PERIOD_S, "points": points})

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import InvalidRequest, NotFound
-from router.admin.door import AdminRoutes
 from router.admin.status_routes import held
 from router.dispatch.lane_probe import PROBE_TIMEOUT_S, probe_lane
 from router.endpoint import query_parameter
@@ -22,7 +21,7 @@ from router.http.error_responses import json_response
 MAX_DIGITS = 9
 MIN_TIMEOUT_S = 0.1
 _SECONDS = re.compile(r"[0-9]{1,3}(\.[0-9]{1,20})?")
-_PROBE = (
+PROBE_QUERY = (
     query_parameter("source", {"type": "string"}, required=True),
     query_parameter("destination", {"type": "string"}, required=True),
     query_parameter("num_tokens", {"type": "integer", "minimum": 1, "maximum": 10**6, "default": 64}),
@@ -31,48 +30,42 @@ _PROBE = (
 SILENT = {"tickets": None, "lanes": None, "tiers": None}
 
 
-def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    @admin.route("/kv", "Every ticket and lane")
-    async def kv(request: Request) -> Response:
-        """`tickets`, `lanes` and `tiers` are null for a worker that does not answer in time. Bytes of "in" tickets are
-        reserved memory; those of "out" tickets are still at their owner."""
-        workers = gateway.fleet.status()
-        replies = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
-        tickets = [ticket for one in replies if one is not None for ticket in one["tickets"]]
-        kept = [ticket for ticket in tickets if ticket.direction == "in"]
-        return json_response(
-            {
-                "num_tickets": len(tickets),
-                "num_bytes_reserved": sum(ticket.num_bytes for ticket in kept),
-                "oldest_s": max((ticket.age_s for ticket in tickets), default=0.0),
-                "workers": [
-                    {"worker_id": worker.worker_id, "state": worker.state} | (one or SILENT)
-                    for worker, one in zip(workers, replies, strict=True)
-                ],
-            }
-        )
-
-    @admin.route(
-        "/lanes/probe", "Moves KV from one worker to another, and compares their answers", method="POST", query=_PROBE
+async def kv(gateway: Gateway, request: Request) -> Response:
+    """`tickets`, `lanes` and `tiers` are null for a worker that does not answer in time. Bytes of "in" tickets are
+    reserved memory; those of "out" tickets are still at their owner."""
+    workers = gateway.fleet.status()
+    replies = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
+    tickets = [ticket for one in replies if one is not None for ticket in one["tickets"]]
+    kept = [ticket for ticket in tickets if ticket.direction == "in"]
+    return json_response(
+        {
+            "num_tickets": len(tickets),
+            "num_bytes_reserved": sum(ticket.num_bytes for ticket in kept),
+            "oldest_s": max((ticket.age_s for ticket in tickets), default=0.0),
+            "workers": [
+                {"worker_id": worker.worker_id, "state": worker.state} | (one or SILENT)
+                for worker, one in zip(workers, replies, strict=True)
+            ],
+        }
     )
-    async def probe(request: Request) -> Response:
-        """Moves KV of `num_tokens` tokens from `source` to `destination`, and compares their answers. 429 `overloaded`
-        if the source does not compute the prompt in time, 504 if its KV does not arrive; `timeout_s` is for both."""
-        fleet, asked = gateway.fleet, request.query_params
-        if not isinstance(fleet, Fleet):
-            raise NotFound("this gateway has no lanes")
-        num_tokens = asked.get("num_tokens", "64")
-        if not num_tokens.isdecimal() or len(num_tokens) > MAX_DIGITS or not int(num_tokens):
-            raise InvalidRequest(f"num_tokens={num_tokens[:40]}: give a whole number above 0", param="num_tokens")
-        timeout_s = _timeout_s(asked.get("timeout_s"))
-        source, destination = (fleet.named(asked.get(name, ""), param=name) for name in ("source", "destination"))
-        ends = source.worker_id, destination.worker_id
-        _, before_s = await _lane(fleet, *ends)
-        reading = await probe_lane(
-            source, destination, int(num_tokens), gateway_id=fleet.gateway_id, timeout_s=timeout_s
-        )
-        transport, busy_s = await _lane(fleet, *ends)
-        return json_response(asdict(reading) | {"transport": transport, "lane_s": max(0.0, busy_s - before_s)})
+
+
+async def probe(gateway: Gateway, request: Request) -> Response:
+    """Moves KV of `num_tokens` tokens from `source` to `destination`, and compares their answers. 429 `overloaded`
+    if the source does not compute the prompt in time, 504 if its KV does not arrive; `timeout_s` is for both."""
+    fleet, asked = gateway.fleet, request.query_params
+    if not isinstance(fleet, Fleet):
+        raise NotFound("this gateway has no lanes")
+    num_tokens = asked.get("num_tokens", "64")
+    if not num_tokens.isdecimal() or len(num_tokens) > MAX_DIGITS or not int(num_tokens):
+        raise InvalidRequest(f"num_tokens={num_tokens[:40]}: give a whole number above 0", param="num_tokens")
+    timeout_s = _timeout_s(asked.get("timeout_s"))
+    source, destination = (fleet.named(asked.get(name, ""), param=name) for name in ("source", "destination"))
+    ends = source.worker_id, destination.worker_id
+    _, before_s = await _lane(fleet, *ends)
+    reading = await probe_lane(source, destination, int(num_tokens), gateway_id=fleet.gateway_id, timeout_s=timeout_s)
+    transport, busy_s = await _lane(fleet, *ends)
+    return json_response(asdict(reading) | {"transport": transport, "lane_s": max(0.0, busy_s - before_s)})
 
 
 def _timeout_s(given: str | None) -> float:

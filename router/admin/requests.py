@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import InvalidRequest, UnknownRequest
-from router.admin.door import AdminRoutes
+from protos.event_loop import loop_time
 from router.endpoint import query_parameter
 from router.gateway import Gateway
 from router.http.error_responses import json_response
@@ -20,51 +19,53 @@ from router.traces.request_trace import RequestTrace, RequestTraces
 
 DEFAULT_COUNT = 50
 MAX_COUNT = 1000
-_LIMIT = query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_COUNT, "default": DEFAULT_COUNT})
+RECENT_QUERY = (
+    query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_COUNT, "default": DEFAULT_COUNT}),
+)
 
 
-def add(admin: AdminRoutes, gateway: Gateway) -> None:
+async def recent(gateway: Gateway, request: Request) -> Response:
+    count, offset_s = _count(request.query_params.get("limit", str(DEFAULT_COUNT))), _offset_s(gateway)
+    return json_response({"requests": [summary(trace, offset_s) for trace in gateway.routing.records.recent(count)]})
+
+
+async def cache(gateway: Gateway, request: Request) -> Response:
     records, evictions = gateway.routing.records, gateway.routing.evictions
+    return _jobs(gateway, request, lambda trace: _explained(trace, records, evictions))
 
-    def offset_s() -> float:
-        return ahead_s(gateway.wall_clock, asyncio.get_running_loop().time)
 
-    def jobs(name: str, view: Callable[[RequestTrace], Mapping[str, Any] | None]) -> Response:
-        """Clients may give several requests one id."""
-        traces = records.find(name)
-        if not traces:
-            ports = gateway.replica_ports
-            where = f" (its processes answer at the ports {', '.join(map(str, ports))})" if ports else ""
-            raise UnknownRequest(
-                f"there is no request {name[:128]!r} among the last of this gateway: take the name from the header "
-                f"x-baton-request-id of its answer, and ask the gateway that gave it{where}"
-            )
-        return json_response({"request_id": name, "jobs": [seen for one in traces if (seen := view(one)) is not None]})
+async def routed(gateway: Gateway, request: Request) -> Response:
+    offset_s = _offset_s(gateway)
+    return _jobs(gateway, request, lambda trace: whole(trace, offset_s))
 
-    @admin.route("/requests", "The latest requests", query=(_LIMIT,))
-    async def recent(request: Request) -> Response:
-        count = _count(request.query_params.get("limit", str(DEFAULT_COUNT)))
-        offset = offset_s()
-        return json_response({"requests": [summary(one, offset) for one in records.recent(count)]})
 
-    @admin.route("/requests/{name:path}/cache", "Why a prompt was not found in a cache")
-    async def cache(request: Request) -> Response:
-        return jobs(request.path_params["name"], lambda one: _explained(one, records, evictions))
+async def shadows(gateway: Gateway, request: Request) -> Response:
+    return json_response({"shadows": [shadow_view(shadow) for shadow in gateway.routing.shadows]})
 
-    @admin.route("/requests/{name:path}", "How a request was routed, why, and how it went")
-    async def request(request: Request) -> Response:
-        return jobs(request.path_params["name"], lambda one: whole(one, offset_s()))
 
-    @admin.route("/shadows", "What other policies would have done")
-    async def shadows(request: Request) -> Response:
-        return json_response({"shadows": [shadow_view(one) for one in gateway.routing.shadows]})
+def _jobs(gateway: Gateway, request: Request, view: Callable[[RequestTrace], Mapping[str, Any] | None]) -> Response:
+    """Clients may give several requests one name. Raises UnknownRequest."""
+    name = request.path_params["name"]
+    traces = gateway.routing.records.find(name)
+    if not traces:
+        ports = gateway.replica_ports
+        where = f" (its processes answer at the ports {', '.join(map(str, ports))})" if ports else ""
+        raise UnknownRequest(
+            f"there is no request {name[:128]!r} among the last of this gateway: take the name from the header "
+            f"x-baton-request-id of its answer, and ask the gateway that gave it{where}"
+        )
+    return json_response({"request_id": name, "jobs": [job for trace in traces if (job := view(trace)) is not None]})
+
+
+def _offset_s(gateway: Gateway) -> float:
+    return ahead_s(gateway.wall_clock, loop_time)
 
 
 def ahead_s(clock: Callable[[], float], other: Callable[[], float]) -> float:
     """The clock of another process, by the faster of two readings of both clocks; an interruption between them is an
     error of that size."""
     readings = [(other(), clock(), other()) for _ in range(3)]
-    begun, read, over = min(readings, key=lambda one: one[2] - one[0])
+    begun, read, over = min(readings, key=lambda reading: reading[2] - reading[0])
     return read - (begun + over) / 2
 
 

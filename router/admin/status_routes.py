@@ -12,7 +12,6 @@ from starlette.responses import Response
 
 from protos.errors import BatonError
 from protos.values import WorkerRole
-from router.admin.door import AdminRoutes
 from router.gateway import Gateway
 from router.http.error_responses import json_response
 from router.jobs import WorkerView
@@ -25,23 +24,21 @@ STAND_INS = {
 """The fallback while a pool has no ready worker."""
 
 
-def add(admin: AdminRoutes, gateway: Gateway) -> None:
-    @admin.route("/status", "The fleet")
-    async def status(request: Request) -> Response:
-        summary: dict[str, Any] = {
-            "model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway),
-            "models": [one.card.name for one in gateway.each], "asleep": gateway.fleet.asleep(),
-        }  # fmt: skip
-        cards = gateway.revisions.cards if gateway.revisions is not None else {"": gateway.card}
-        summary["digests"] = {revision: card.digests for revision, card in cards.items()}
-        workers = gateway.fleet.status()
-        summary["degraded"] = degraded(gateway)
-        summary["troubles"] = own_troubles(gateway)
-        summary["capacity"], *replies = await asyncio.gather(
-            desired_fleet(gateway), *(held(gateway, worker.worker_id) for worker in workers)
-        )
-        kv = {worker.worker_id: one for worker, one in zip(workers, replies, strict=True)}
-        return json_response(summary | {"workers": workers, "kv": kv, "processes": gateway.replica_ports})
+async def status(gateway: Gateway, request: Request) -> Response:
+    summary: dict[str, Any] = {
+        "model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway),
+        "models": [one.card.name for one in gateway.each], "asleep": gateway.fleet.asleep(),
+    }  # fmt: skip
+    cards = gateway.revisions.cards if gateway.revisions is not None else {"": gateway.card}
+    summary["digests"] = {revision: card.digests for revision, card in cards.items()}
+    workers = gateway.fleet.status()
+    summary["degraded"] = degraded(gateway)
+    summary["troubles"] = own_troubles(gateway)
+    summary["capacity"], *replies = await asyncio.gather(
+        desired_fleet(gateway), *(held(gateway, worker.worker_id) for worker in workers)
+    )
+    kv = {worker.worker_id: one for worker, one in zip(workers, replies, strict=True)}
+    return json_response(summary | {"workers": workers, "kv": kv, "processes": gateway.replica_ports})
 
 
 async def desired_fleet(gateway: Gateway) -> Any:
