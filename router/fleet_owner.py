@@ -181,7 +181,6 @@ class DesiredFleet:
 
     @property
     def is_asleep(self) -> bool:
-        """No worker is desired: the first request wakes the fleet."""
         return not any(self.counts.values())
 
 
@@ -271,20 +270,18 @@ class FleetOwner(Protocol):
         """
         ...
 
-    async def close(self) -> None:
-        """Ends this connection to the owner."""
-        ...
+    async def close(self) -> None: ...
 
 
 class CapacityOwner(FleetOwner, Protocol):
     """The owner beside what gateways report to it."""
 
     async def report(self, sight: GatewaySight | None) -> CapacityNews:
-        """A gateway's report; None while it has nothing to report. Raises Unavailable if the owner does not answer."""
+        """`sight` is None while the owner needs none. Raises Unavailable."""
         ...
 
     async def sights(self) -> tuple[SeenSight, ...]:
-        """The latest report of every gateway. Gateways begin to report where they did not. Raises as `view`."""
+        """Gateways begin to report with the first call. Raises as `view`."""
         ...
 
 
@@ -315,8 +312,7 @@ def _no_owner() -> InvalidRequest:
 
 
 def scaled(desired: DesiredFleet, counts: Mapping[WorkerRole, int]) -> DesiredFleet:
-    """The fleet with other counts. Raises InvalidRequest for a role that it has no pool for, or a count that leaves no
-    worker that writes answers."""
+    """Raises InvalidRequest for a role without a pool, or a count that leaves no worker that decodes."""
     if unknown := [role for role in counts if role not in desired.counts]:
         role, count = unknown[0], max(1, counts[unknown[0]])
         other = f"--workers {count}" if role is WorkerRole.COLOCATED else "--prefill 1 --decode 1"
@@ -332,7 +328,7 @@ def scaled(desired: DesiredFleet, counts: Mapping[WorkerRole, int]) -> DesiredFl
 
 
 def check_counts(counts: Mapping[WorkerRole, int], most: int = 4096) -> None:
-    """Raises InvalidRequest for counts that no cluster can have. With no worker at all it is asleep."""
+    """Raises InvalidRequest. A fleet without workers is asleep."""
     if not any(counts.values()):
         return
     for role, count in counts.items():
@@ -343,8 +339,7 @@ def check_counts(counts: Mapping[WorkerRole, int], most: int = 4096) -> None:
 
 
 def flipped(desired: DesiredFleet, worker_id: str, roles: Mapping[str, WorkerRole], role: WorkerRole) -> DesiredFleet:
-    """The fleet after one of its workers, whose present `roles` are given by id, has changed its role. Raises
-    InvalidRequest."""
+    """Raises InvalidRequest. `roles` are the present ones, by worker id."""
     if worker_id not in roles:
         raise InvalidRequest(
             f"there is no worker {worker_id}: the fleet is {', '.join(roles) or 'empty'}", param="worker_id"

@@ -76,21 +76,18 @@ class Gateway:
         return self.texts.card
 
     def new_id(self, prefix: str) -> str:
-        """A name that no other request has; some APIs put an underscore behind the prefix, others a dash."""
+        """Some APIs put an underscore after the prefix, others a dash."""
         return f"{prefix}{'' if prefix.endswith('_') else '-'}{next(self.names)}"
 
     def ready(self) -> bool:
-        """Whether a request for at least one of the models would be served."""
         return any(gateway.fleet.ready() or bool(gateway.fleet.asleep()) for gateway in self.each)
 
     @property
     def each(self) -> tuple[Gateway, ...]:
-        """The gateway of every model behind this address."""
         return self.models or (self,)
 
     @property
     def fingerprint(self) -> str:
-        """OpenAI's `system_fingerprint`, the same in all APIs: of the files, and of how workers keep weights and KV."""
         return self.card.served_fingerprint(self.fleet.stored_as(self.card.revision))
 
     @property
@@ -127,12 +124,11 @@ class Gateway:
         return sinks
 
     def serves(self, name: str) -> bool:
-        """True for the name and the aliases of a model behind this address, and names of adapters."""
         return self._found(name) is not None
 
     def serving(self, name: str, track: Track | None = None) -> Gateway:
-        """The gateway of one request to this model, or to an adapter of it, by whose card the answer is made, and whose
-        metrics the `track` is in from now on. During a roll it is of either revision. Raises UnknownModel."""
+        """Returns the gateway of one request to this model or adapter, with the texts of the revision that serves it;
+        the `track` counts in its metrics from now on. Raises UnknownModel."""
         one, adapter = self._named(name)
         if track is not None:
             track.belongs_to(one.metrics)
@@ -150,7 +146,7 @@ class Gateway:
         return found
 
     def _found(self, name: str) -> tuple[Gateway, Adapter | None] | None:
-        """Names of models come first, then those of adapters, then aliases, which are patterns."""
+        """Models come before adapters, adapters before aliases."""
         for one in self.each:
             if name == one.card.name:
                 return one, None
@@ -169,11 +165,11 @@ class Gateway:
         return next(one for one in self.models if one.card.name == model).among(self.models)
 
     def among(self, models: Sequence[Gateway]) -> Gateway:
-        """Knows these, of which it is one, and answers for its own model only."""
+        """This gateway beside the other models; it answers for its own model only."""
         return replace(self, beside=tuple(one for one in models if one is not self))
 
     def check_batch_model(self, name: str) -> None:
-        """Raises UnknownModel for a request of a batch that is not of this model."""
+        """Raises UnknownModel."""
         if not self.serves(name) and any(one.serves(name) for one in self.beside):
             raise UnknownModel(
                 f"a batch is of one model, that of its first request ({self.card.name}): give requests for "
@@ -183,7 +179,7 @@ class Gateway:
         self._named(name)
 
     def check_adapter_name(self, name: str) -> None:
-        """Raises InvalidRequest for a name that a model behind this address has, or an adapter of another model."""
+        """Raises InvalidRequest for a name that is taken."""
         for one in (*self.each, *self.beside):
             if name == one.card.name:
                 taken = f"is the name of the model {'itself' if one.fleet is self.fleet else 'beside this one'}"
@@ -204,9 +200,8 @@ class Gateway:
         is_plain: bool = False,
         writer: SseWriter | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
-        """The request's pieces as they arrive, measured, counted in `tally` and against the tenant's limit. Of an
-        answer that `is_plain` only the text is needed: a `TokenSink` sends tokens by the `writer`, if there is one,
-        ahead of the pieces. Closing it early closes every job. Raises RateLimited."""
+        """Yields the request's pieces as they arrive, measured and counted. If `is_plain`, compiled sinks send tokens
+        through the `writer` ahead of the pieces. Closing it early closes every job. Raises RateLimited."""
         access, pace, records = self.access, self.pace, self.routing.records
         track.belongs_to(self.metrics)
         sinks = self._sinks(ask, track, writer) if is_plain and not ask.silent else []
@@ -245,7 +240,7 @@ class Gateway:
 
 
 def _pattern(alias: str) -> str:
-    """A pattern in which of fnmatch's signs only "*" is one in an alias."""
+    """Only "*" has a meaning in an alias."""
     return re.sub(r"[?\[]", r"[\g<0>]", alias)
 
 

@@ -69,7 +69,6 @@ class RareLog:
         self._logged_s, self._num_unlogged = now, 0
 
     def over(self) -> None:
-        """Ends what was noted."""
         self._met_s = -PERIOD_S
 
     @property

@@ -61,7 +61,7 @@ class RequestMetrics:
         return Histogram(f"baton_{name}", documentation, _LABELS, buckets=buckets, registry=self.registry)
 
     def track(self, endpoint: str) -> Track:
-        """Starts a request's clock; `endpoint` is one of our own names, never the client's text."""
+        """`endpoint` is one of our own names, never the client's text."""
         return Track(self.endpoint(endpoint))
 
     def endpoint(self, name: str) -> EndpointMetrics:
@@ -126,7 +126,7 @@ class Track:
         metrics.in_flight.inc()
 
     def belongs_to(self, metrics: RequestMetrics) -> None:
-        """The request is one of another model behind the same address. Called before its first token."""
+        """Moves the request to another model's metrics, before its first token."""
         if metrics is not self._metrics.owner:
             self._metrics.in_flight.dec()
             self._metrics = metrics.endpoint(self.endpoint)
@@ -134,13 +134,12 @@ class Track:
             self._metrics.in_flight.inc()
 
     def times(self, index: int) -> ChoiceTimes:
-        """Times of a choice's tokens, also of those that its sink takes."""
         if index not in self._choices:
             self._choices[index] = ChoiceTimes(self._metrics.itl)
         return self._choices[index]
 
     def saw(self, piece: TextDelta) -> None:
-        """Notes a piece's tokens. Called once a piece, in order."""
+        """Called once a piece, in order."""
         if not piece.num_tokens:
             return
         now, times = self._clock(), self.times(piece.index)
@@ -155,18 +154,17 @@ class Track:
         self._generated.inc(piece.num_tokens)
 
     def set_unread(self, is_unread: bool) -> None:
-        """Tells the workers of the request whether its client reads nothing now."""
         for job in self.jobs:
             job.client.unread(is_unread)
 
     def used(self, usage: Usage) -> None:
-        """Counts the request's usage, however it ended. Called once."""
+        """Called once, however the request ended."""
         self.usage = usage
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.cached_tokens.inc(usage.cached_tokens)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Ends the measurement; later calls change nothing."""
+        """Later calls change nothing."""
         if self.outcome:
             return
         self.outcome = "ok" if error is None else code_of(error)

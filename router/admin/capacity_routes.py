@@ -82,8 +82,7 @@ async def sights(gateway: Gateway, _: Request) -> Response:
 
 
 async def _with_files(order: FleetOrder, gateway: Gateway) -> FleetOrder:
-    """The order with the fingerprint of its model, which this gateway must be able to read: requests for it become
-    tokens here. Raises InvalidRequest."""
+    """Adds the fingerprint of the order's model, which this gateway must be able to read. Raises InvalidRequest."""
     if not order.model or gateway.revisions is None:
         return order
     try:

@@ -31,8 +31,7 @@ SILENT = {"tickets": None, "lanes": None, "tiers": None}
 
 
 async def kv(gateway: Gateway, request: Request) -> Response:
-    """`tickets`, `lanes` and `tiers` are null for a worker that does not answer in time. Bytes of "in" tickets are
-    reserved memory; those of "out" tickets are still at their owner."""
+    """`tickets`, `lanes` and `tiers` are null for a worker that does not answer in time."""
     workers = gateway.fleet.status()
     replies = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
     tickets = [ticket for one in replies if one is not None for ticket in one["tickets"]]
@@ -51,8 +50,8 @@ async def kv(gateway: Gateway, request: Request) -> Response:
 
 
 async def probe(gateway: Gateway, request: Request) -> Response:
-    """Moves KV of `num_tokens` tokens from `source` to `destination`, and compares their answers. 429 `overloaded`
-    if the source does not compute the prompt in time, 504 if its KV does not arrive; `timeout_s` is for both."""
+    """Answers 429 if the source does not compute the prompt in time, 504 if its KV does not arrive; `timeout_s` is
+    for both."""
     fleet, asked = gateway.fleet, request.query_params
     if not isinstance(fleet, Fleet):
         raise NotFound("this gateway has no lanes")
@@ -69,7 +68,6 @@ async def probe(gateway: Gateway, request: Request) -> Response:
 
 
 def _timeout_s(given: str | None) -> float:
-    """Raises InvalidRequest."""
     if given is None:
         return PROBE_TIMEOUT_S
     if not _SECONDS.fullmatch(given) or not MIN_TIMEOUT_S <= float(given) <= PROBE_TIMEOUT_S:
@@ -79,6 +77,6 @@ def _timeout_s(given: str | None) -> float:
 
 
 async def _lane(fleet: Fleet, source: str, destination: str) -> tuple[str, float]:
-    """The transport of a worker's lane to another, and its busy seconds; "" and 0 while there is none."""
+    """Returns "" and 0 while there is no lane."""
     lanes = [one for one in (await fleet.stats(source)).lanes if one.peer.partition("#")[0] == destination]
     return (lanes[0].transport, lanes[0].busy_s) if lanes else ("", 0.0)

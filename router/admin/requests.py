@@ -62,8 +62,7 @@ def _offset_s(gateway: Gateway) -> float:
 
 
 def ahead_s(clock: Callable[[], float], other: Callable[[], float]) -> float:
-    """The clock of another process, by the faster of two readings of both clocks; an interruption between them is an
-    error of that size."""
+    """Uses the fastest of three readings of both clocks; its duration bounds the error."""
     readings = [(other(), clock(), other()) for _ in range(3)]
     begun, read, over = min(readings, key=lambda reading: reading[2] - reading[0])
     return read - (begun + over) / 2
@@ -76,7 +75,6 @@ def _count(limit: str) -> int:
 
 
 def _explained(record: RequestTrace, records: RequestTraces, evictions: EvictionLog) -> dict[str, Any] | None:
-    """None until a decision is made."""
     if not record.choices:
         return None
     miss = explain(record, records, evictions)

@@ -42,7 +42,7 @@ async def status(gateway: Gateway, request: Request) -> Response:
 
 
 async def desired_fleet(gateway: Gateway) -> Any:
-    """The owner's report of the desired fleet; None if there is no owner, or it does not answer in time."""
+    """None if there is no owner, or it does not answer in time."""
     try:
         async with asyncio.timeout(STATS_TIMEOUT_S):
             return msgspec.to_builtins(await gateway.fleet_owner.view())
@@ -51,7 +51,7 @@ async def desired_fleet(gateway: Gateway) -> Any:
 
 
 def degraded(gateway: Gateway) -> str:
-    """Faults despite which requests may be served; "" if there are none. Of several models, those of each."""
+    """Returns the faults despite which requests may be served, or ""."""
     shared = own_troubles(gateway)
     if not gateway.models:
         return "; ".join(filter(None, (gateway.fleet.degraded(), *shared, missing(gateway))))
@@ -60,7 +60,6 @@ def degraded(gateway: Gateway) -> str:
 
 
 def own_troubles(gateway: Gateway) -> Sequence[str]:
-    """Faults of the gateway itself, not of a model or a worker."""
     ledger = gateway.ledger.store.trouble if gateway.ledger is not None else ""
     batches = gateway.batches.trouble if gateway.batches is not None else ""
     failing = [f"{name}: {trouble}" for name, trouble in (("ledger", ledger), ("batches", batches)) if trouble]
@@ -68,13 +67,12 @@ def own_troubles(gateway: Gateway) -> Sequence[str]:
 
 
 def _own_faults(gateway: Gateway) -> Sequence[str]:
-    """Why one of several models is not served, or not as it should be."""
     reasons = (not_ready(gateway), gateway.fleet.degraded(), missing(gateway))
     return tuple(dict.fromkeys(filter(None, reasons)))
 
 
 def not_ready(gateway: Gateway) -> str:
-    """Why a request would not be served now; "" when it would. Of several models: why none of them is served."""
+    """Returns why a request would not be served now, or ""."""
     if gateway.models:
         each = {one.card.name: not_ready(one) for one in gateway.models}
         return "; ".join(f"{name}: {why}" for name, why in each.items()) if all(each.values()) else ""
@@ -89,8 +87,7 @@ def not_ready(gateway: Gateway) -> str:
 
 
 def missing(gateway: Gateway, workers: Sequence[WorkerView] | None = None) -> str:
-    """The pools without a ready worker, and the workers lost or never connected to, while requests are served; "" when
-    there are none. `workers` is the fleet's status, if the caller has it already."""
+    """Names pools without a ready worker and workers that are lost or were never connected, or returns ""."""
     if not gateway.fleet.ready():
         return ""
     if workers is None:
@@ -112,7 +109,7 @@ def _described(worker: WorkerView) -> str:
 
 
 async def held(gateway: Gateway, worker_id: str) -> dict[str, Any] | None:
-    """A worker's tickets, lanes and tiers of blocks; None if it does not answer in time."""
+    """None if the worker does not answer in time."""
     try:
         async with asyncio.timeout(STATS_TIMEOUT_S):
             stats = await gateway.fleet.stats(worker_id)

@@ -74,7 +74,7 @@ class AccessControl:
 
     @property
     def key_id(self) -> str:
-        """The key of the request that this task answers: the beginning of its key's hash, "" without a key."""
+        """The beginning of the hash of the key of this task's request, or ""."""
         return _key_id.get()
 
     def tenant(self, name: str) -> Tenant | None:
@@ -83,7 +83,7 @@ class AccessControl:
         return replace(NOBODY, name=name) if self.roster.is_open else self.roster.tenants.get(name)
 
     def without_limits(self) -> AccessControl:
-        """The same tenants, for requests that no rate limits: those of batches."""
+        """The tenants without rate limits, for requests of batches."""
         access = copy.copy(self)
         access._limits, access._changed = NoLimits(), lambda roster: None
         return access
@@ -95,8 +95,7 @@ class AccessControl:
             raise Forbidden("This key does not open /admin: use one of admin_keys")
 
     async def enter(self, tenant: Tenant, request_id: str, num_prompt_tokens: int, *, most_usd: float = 0.0) -> None:
-        """Counts a request, and what it may cost, against the tenant's limits until it calls `leave`. Raises
-        RateLimited, and what is below it: BudgetExhausted."""
+        """Counts a request against the tenant's limits until `leave`. Raises RateLimited or BudgetExhausted."""
         try:
             self.budgets.set_aside(tenant, request_id, most_usd)
             await self._limits.enter(tenant, request_id, num_prompt_tokens, loop_time())
@@ -111,13 +110,11 @@ class AccessControl:
         self._limits.leave(tenant, request_id)
 
     def wrote(self, tenant: Tenant, num_tokens: int) -> None:
-        """Counts tokens of an answer that were sent to the tenant against its limit."""
         if tenant.tokens_per_min is not None:
             self._limits.spend(tenant, num_tokens, loop_time())
 
     @property
     def trouble(self) -> str:
-        """Why limits or tenants are not as they should be; "" where they are."""
         self._look()
         return "; ".join(filter(None, (self._file_trouble, self._limits.trouble)))
 
@@ -134,7 +131,6 @@ class AccessControl:
         return key.strip()
 
     def _look(self) -> None:
-        """Reads the file again if it has changed."""
         now = loop_time()
         if self._path is None or now - self._looked_s < LOOK_S:
             return
@@ -157,7 +153,6 @@ class AccessControl:
         self._changed(self.roster)
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """Differs after any change of the file, also after its replacement by a file of the same size."""
         if self._path is None:
             return None
         try:
@@ -169,7 +164,6 @@ class AccessControl:
 
 @contextmanager
 def acting_for(key_id: str) -> Iterator[None]:
-    """Counts what this task answers now for this key."""
     token = _key_id.set(key_id)
     try:
         yield

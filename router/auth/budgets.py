@@ -33,7 +33,6 @@ class BudgetSpan:
 
 
 def span_of(period: Period, now: float) -> BudgetSpan:
-    """The month or the day (UTC) of this second."""
     day = datetime.fromtimestamp(now, UTC).replace(hour=0, minute=0, second=0, microsecond=0)
     if period == "day":
         return BudgetSpan(start_s=day.timestamp(), end_s=(day + timedelta(days=1)).timestamp())
@@ -66,28 +65,25 @@ class TenantBudgets(Collector):
 
     @property
     def are_set(self) -> bool:
-        """Whether any tenant has one."""
         return any(tenant.has_budget for tenant in self._tenants())
 
     def spans(self) -> Mapping[Period, BudgetSpan]:
-        """The present periods of the tenants' budgets."""
         now = self._clock()
         return {tenant.budget_period: span_of(tenant.budget_period, now) for tenant in self._with()}
 
     def know(self, period: Period, span: BudgetSpan, spent: Mapping[str, float]) -> None:
-        """The ledger's sums of a period, by tenant."""
+        """Takes the ledger's sums of a period, by tenant."""
         others = {key: value for key, value in self._spent.items() if key[0] != period}
         self._spent = others | {(period, span.start_s): dict(spent)}
 
     def add(self, tenant: Tenant, usd: float) -> None:
-        """Counts a charge of this process."""
         if tenant.has_budget:
             span = span_of(tenant.budget_period, self._clock())
             spent = self._spent.setdefault((tenant.budget_period, span.start_s), {})
             spent[tenant.name] = spent.get(tenant.name, 0.0) + usd
 
     def check(self, tenant: Tenant) -> None:
-        """Raises BudgetExhausted for a tenant that has spent its hard budget."""
+        """Raises BudgetExhausted."""
         if tenant.hard_budget_usd is None:
             return
         state = self.state(tenant)
@@ -100,8 +96,8 @@ class TenantBudgets(Collector):
             )
 
     def set_aside(self, tenant: Tenant, request_id: str, most_usd: float) -> None:
-        """Counts what a request may cost at most, until `give_back`. Raises BudgetExhausted, and RateLimited while what
-        is left of the hard budget may be spent by requests that run."""
+        """Reserves the cost of a request until `give_back`. Raises BudgetExhausted, or RateLimited if running
+        requests may spend the rest."""
         self.check(tenant)
         if tenant.hard_budget_usd is None:
             return
@@ -115,11 +111,10 @@ class TenantBudgets(Collector):
         aside[request_id] = most_usd
 
     def give_back(self, tenant: Tenant, request_id: str) -> None:
-        """The request has ended. An unknown one is no error."""
         self._aside.get(tenant.name, {}).pop(request_id, None)
 
     def notice(self, tenant: Tenant) -> str:
-        """For a tenant that has spent its soft budget; "" for others."""
+        """Returns "" for a tenant below its soft budget."""
         if tenant.soft_budget_usd is None:
             return ""
         state = self.state(tenant)

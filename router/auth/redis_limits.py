@@ -138,7 +138,8 @@ class RedisLimits:
     # ------------------------------------------------------------------------------------------------------------------
 
     async def _asked(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> tuple[str, float] | None:
-        """The limit that refuses the request ("" if none), and for how long; None while Redis does not answer."""
+        """Returns the limit that refuses the request ("" if none) and for how long; None while Redis does not
+        answer."""
         if now < self._lost_until_s:
             return None
         numbers = (num_tokens, tenant.requests_per_min or 0, tenant.tokens_per_min or 0, tenant.max_concurrent or 0)
@@ -160,7 +161,6 @@ class RedisLimits:
         self._outage.back(f"limits: {self._url.shown} keeps them again")
 
     def _keys(self, tenant: Tenant) -> tuple[str, ...]:
-        """Keys in one slot of a Redis Cluster."""
         root = f"baton:{self._model}:limits:{{{tenant.name}}}"
         return (f"{root}:requests", f"{root}:tokens", f"{root}:running")
 
@@ -189,7 +189,6 @@ class RedisLimits:
             self._flushing = None
 
     async def _flush(self) -> None:
-        """Nothing is forgotten before Redis has taken it."""
         for tenant in {*self._spent, *self._left, *self._running}:
             spent, left = self._spent.get(tenant, 0), tuple(self._left.get(tenant, ()))
             running = tuple(self._running.get(tenant, ()))

@@ -7,7 +7,7 @@ from router.prefix.registry import MEMORY
 
 
 def open_limits(where: str, *, model: str) -> TenantLimits:
-    """Made on the event loop that runs it. Raises Misconfigured."""
+    """Raises Misconfigured."""
     if where == MEMORY:
         return LocalLimits()
     from router.auth.redis_limits import RedisLimits  # redis-py, for those who use it

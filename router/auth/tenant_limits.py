@@ -25,11 +25,11 @@ class Bucket:
     empty_s: float = 0.0
 
     def take(self, amount: float, per_min: float, now: float) -> Bucket:
-        """After so much was taken, whether there was room or not: a debt is paid by waiting."""
+        """The amount is taken even if there is no room: waiting pays the debt."""
         return Bucket(empty_s=max(self.empty_s, now) + 60.0 * amount / per_min)
 
     def wait_s(self, amount: float, per_min: float, now: float) -> float:
-        """Seconds until so much fits; 0 if it does now. More than ever fits waits for an empty bucket."""
+        """Seconds until the amount fits. More than ever fits waits for an empty bucket."""
         fits_s = max(self.empty_s, now) + 60.0 * amount / per_min - BURST_S
         return max(0.0, min(fits_s, self.empty_s) - now)
 
@@ -43,20 +43,16 @@ class TenantLimits(Protocol):
         ...
 
     async def enter(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
-        """A request of a tenant with so many prompt tokens. Raises RateLimited, and nothing has been counted."""
+        """Counts nothing if it raises RateLimited."""
         ...
 
-    def spend(self, tenant: Tenant, num_tokens: int, now: float) -> None:
-        """The tenant was given so many tokens of answers."""
-        ...
+    def spend(self, tenant: Tenant, num_tokens: int, now: float) -> None: ...
 
     def leave(self, tenant: Tenant, request_id: str) -> None:
         """The request has ended. An unknown one is no error."""
         ...
 
-    async def close(self) -> None:
-        """Releases what others hold for these limits. The last call."""
-        ...
+    async def close(self) -> None: ...
 
 
 class LocalLimits:
@@ -78,7 +74,6 @@ class LocalLimits:
         self.count(tenant, request_id, num_tokens, now)
 
     def count(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
-        """Counts a request that was admitted, here or elsewhere."""
         for _, amount, per_min, buckets in self._rates(tenant, num_tokens):
             buckets[tenant.name] = buckets.get(tenant.name, Bucket()).take(amount, per_min, now)
         self._running.setdefault(tenant.name, set()).add(request_id)
@@ -95,7 +90,6 @@ class LocalLimits:
         pass
 
     def _rates(self, tenant: Tenant, num_tokens: int) -> Iterator[tuple[str, float, float, dict[str, Bucket]]]:
-        """The amounts that a request takes from each bucket, for the rates that the tenant has."""
         if tenant.requests_per_min is not None:
             yield "requests", 1, tenant.requests_per_min, self._requests
         if tenant.tokens_per_min is not None:

@@ -78,14 +78,13 @@ class Tenant:
         return self.soft_budget_usd is not None or self.hard_budget_usd is not None
 
     def cache_salt(self, salt: bytes) -> bytes:
-        """The root of its block hashes, from the client's own salt: never another tenant's, unless caches are
-        shared."""
+        """The root of the tenant's block hashes; no other tenant has it unless caches are shared."""
         if self.shares_cache or self.name == ANONYMOUS:
             return salt
         return hashlib.blake2b(salt, digest_size=32, person=b"baton tenant", key=self.name.encode()).digest()
 
     def check_priority(self, priority: int) -> None:
-        """Raises InvalidRequest for more than it may have."""
+        """Raises InvalidRequest."""
         if self.max_priority is not None and priority > self.max_priority:
             raise InvalidRequest(
                 f"'priority' has the value {priority}: it must be at most {self.max_priority} for tenant {self.name}",
@@ -108,14 +107,14 @@ class Roster:
 
     @property
     def is_open(self) -> bool:
-        """True if no key is needed. With tenants a key is needed, even if all keys have been revoked."""
+        """With tenants a key is needed, even if all keys have been revoked."""
         return not self.tenants
 
     def tenant_of(self, key: str) -> Tenant | None:
         return self.by_key.get(hash_of(key))
 
     def is_admin(self, key: str) -> bool:
-        """Whether this is an administrator's key; a roster without one leaves /admin open."""
+        """A roster without an administrator's key leaves /admin open."""
         return not self.admin_keys or hash_of(key) in self.admin_keys
 
 
@@ -124,18 +123,16 @@ def new_key() -> str:
 
 
 def hash_of(key: str) -> str:
-    """The key's hash in a roster. Keys are compared by hash, so that the time of a comparison reveals nothing of a
-    key."""
+    """Keys are compared by hash, so that a comparison's time reveals nothing."""
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
 def is_name(name: str) -> bool:
-    """Can a tenant be called so?"""
     return _NAME.fullmatch(name) is not None
 
 
 def read_roster(path: Path) -> Roster:
-    """Raises Misconfigured, which names the setting, its value and what is allowed."""
+    """Raises Misconfigured."""
     try:
         found = tomllib.loads(read_plain(path, _MAX_BYTES).decode())
     except (OSError, BadCheckpoint) as error:

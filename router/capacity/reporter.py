@@ -49,7 +49,7 @@ class CapacityReporter(Collector):
             pause_s = await self.report()
 
     async def report(self) -> float:
-        """One report. Returns the seconds until the next one. An owner that does not answer ends nothing."""
+        """Returns the seconds until the next report."""
         try:
             sight = self._sight() if self._samples.window_s else None
             news = self._news = await self._owner.report(sight)

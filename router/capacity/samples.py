@@ -27,7 +27,7 @@ class RequestSamples:
         self._ended: deque[RequestSample] = deque(maxlen=MAX_KEPT)
 
     def watch(self, window_s: float) -> None:
-        """Keeps so many seconds from now on; 0: nothing."""
+        """Keeps samples of the last `window_s` seconds; 0 keeps none."""
         if window_s and not self.window_s:
             self._since_s = loop_time()
         elif not window_s:
@@ -44,17 +44,14 @@ class RequestSamples:
             self._ended.extend(map(sample_of, ended.request.records))
 
     def covered_s(self, now: float) -> float:
-        """Seconds that the counts reach back."""
         return min(self.window_s, now - self._since_s)
 
     def num_arrived(self, now: float) -> int:
-        """Requests of the window."""
         while self._arrived and self._arrived[0][0] < now - self.window_s:
             self._arrived.popleft()
         return sum(count for _, count in self._arrived)
 
     def latest(self, now: float) -> Sequence[RequestSample]:
-        """The requests that ended within the window."""
         while self._ended and (self._ended[0].ended_s or now) < now - self.window_s:
             self._ended.popleft()
         return tuple(self._ended)
@@ -80,7 +77,7 @@ def sight_of(
     num_arrived: int,
     num_waiting: int,
 ) -> GatewaySight:
-    """The report of a gateway; of more than `MAX_SAMPLES` samples every so many-th."""
+    """An even part of the samples is sent if there are more than `MAX_SAMPLES`."""
     step = -(-len(samples) // MAX_SAMPLES) or 1
     return GatewaySight(
         gateway_id=gateway_id,

@@ -50,7 +50,7 @@ class Database(Protocol):
     """Called from threads."""
 
     def reading(self) -> AbstractContextManager[Transaction]:
-        """Sees the database as it was at its first query."""
+        """The transaction sees the database as it was at its first query."""
         ...
 
     def writing(self) -> AbstractContextManager[Transaction]:

@@ -67,8 +67,7 @@ class PostgresDatabase:
     """One connection, whose calls wait for each other, and which is made anew after it broke."""
 
     def __init__(self, url: str, store: str, prepare: Prepare) -> None:
-        """`store`: whose writers wait for each other. Raises Misconfigured for a URL that is none, for a database that
-        cannot be reached or changed, and without the package psycopg."""
+        """Writers of the same `store` wait for each other. Raises Misconfigured."""
         self._url = checked(url)
         self._key = zlib.crc32(f"baton.{store}".encode())
         self._lock = threading.Lock()
@@ -193,7 +192,7 @@ class PostgresDatabase:
 
 
 def checked(url: str) -> str:
-    """Raises Misconfigured for what is no URL of Postgres, and without the package psycopg."""
+    """Raises Misconfigured."""
     wrong = f"{SETTING} is not the URL of a Postgres database: give postgresql://USER:PASSWORD@HOST:PORT/NAME"
     try:
         if urlsplit(url).scheme not in SCHEMES:
@@ -214,7 +213,7 @@ def checked(url: str) -> str:
 
 
 def shown(url: str) -> str:
-    """Without the password, and without options, which may have one, too."""
+    """Hides the password, and options, which may have one."""
     parts = urlsplit(url)
     user = f"{parts.username}@" if parts.username else ""
     return f"{parts.scheme}://{user}{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -236,5 +235,4 @@ def _rejections() -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    """psycopg's errors have several lines."""
     return " ".join(str(error).split())

@@ -58,8 +58,8 @@ class SqliteDatabase:
     def __init__(
         self, path: Path, prepare: Prepare, *, setting: str, place: str, synchronous: Literal["FULL", "NORMAL"] = "FULL"
     ) -> None:
-        """Makes the database if it is missing. Raises Misconfigured for a file that is none: it names the `setting`,
-        whose value is a `place` (file, folder)."""
+        """Creates the database if it is missing. Raises Misconfigured, which names `setting` and its kind of value,
+        `place`."""
         self._setting, self._lock = setting, threading.Lock()
         self._failures = RareLog(log)
         refused = f"give a {place} of this host that this process may write"

@@ -48,7 +48,6 @@ class History:
 
     @property
     def last_at(self) -> int:
-        """The end of the latest period; 0 before the first one."""
         return self._ring[-1].at if self._ring else 0
 
     def add(self, period: HistoryPeriod) -> None:
@@ -56,13 +55,11 @@ class History:
         self._ring.append(period)
 
     def since(self, at: int) -> Sequence[HistoryPeriod]:
-        """The periods that ended later, oldest first."""
         return [period for period in self._ring if period.at > at]
 
 
 def view(period: HistoryPeriod, ttft_bounds: Sequence[float], gap_bounds: Sequence[float]) -> dict[str, Any]:
-    """The period as /admin/history shows it. Bounds are the upper ends of the buckets, in seconds. A figure of which
-    nothing was measured is None."""
+    """Bounds are the upper ends of the buckets, in seconds. A figure without a measurement is None."""
     return {
         "at": period.at,
         "ttft_p50_s": quantile(ttft_bounds, period.ttft, 0.5),
@@ -82,8 +79,7 @@ def view(period: HistoryPeriod, ttft_bounds: Sequence[float], gap_bounds: Sequen
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], part: float) -> float | None:
-    """The value that `part` of the counted values do not exceed, interpolated in its bucket as Prometheus's
-    histogram_quantile does: beyond the last bound, that bound. None where nothing was counted."""
+    """Interpolates within a bucket as Prometheus's histogram_quantile does. None if nothing was counted."""
     rank, below, low = part * sum(counts), 0.0, 0.0
     if not rank:
         return None

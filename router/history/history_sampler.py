@@ -64,8 +64,7 @@ class HistorySampler:
             self.sample(time.time())
 
     def sample(self, now: float) -> None:
-        """Ends a period at `now`, by the wall clock. Where this clock has been set back nothing is added until it has
-        caught up; the next period then has what was counted meanwhile."""
+        """Ends a period at `now`, by the wall clock. If that was set back, a period waits until it has caught up."""
         at = round(now / PERIOD_S) * PERIOD_S
         if at <= self._history.last_at:
             return
@@ -119,12 +118,10 @@ def _less(counts: Sequence[int], before: Sequence[int]) -> Sequence[int]:
 
 
 def _total(metric: Collector) -> int:
-    """The total of a counter or a gauge, over its labels."""
     return int(sum(sample.value for family in metric.collect() for sample in family.samples))
 
 
 def _buckets(metric: Collector, bounds: Sequence[float]) -> Sequence[int]:
-    """Values of a histogram, counted in each bucket, over its labels; the last bucket has no bound."""
     up_to = dict.fromkeys((*bounds, math.inf), 0.0)  # a metric whose labels no request has had has no series
     for family in metric.collect():
         for sample in family.samples:

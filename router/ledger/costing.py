@@ -45,7 +45,6 @@ class RequestWork:
 
 
 def rate_of(worker: WorkerView) -> WorkerRate:
-    """0 for what the worker has not measured yet."""
     load, layout = worker.load, worker.info.layout if worker.info is not None else None
     devices = layout.tp if layout is not None else 1
     speed = load.prefill_tokens_per_s
@@ -57,16 +56,14 @@ def rate_of(worker: WorkerView) -> WorkerRate:
 
 
 def num_devices(workers: Sequence[WorkerView]) -> int:
-    """Devices of the workers that serve or drain."""
     return sum(one.info.layout.tp for one in workers if one.info is not None and one.state in ("ready", "draining"))
 
 
 def work_of(
     records: Sequence[RequestTrace], uncached: int, cached: int, rates: Mapping[str, WorkerRate], now_s: float
 ) -> RequestWork:
-    """`uncached`, `cached`: tokens of the prompts. Choices of one prompt share what was computed: it is counted for the
-    first one; each holds the prompt's KV. A drafted token that was accepted spared about the time of another token;
-    what its check cost is part of the step's measured time."""
+    """Choices of one prompt share its computation, which counts for the first; each holds the prompt's KV. An
+    accepted draft spared the time of a token."""
     none, work, prompt_token_s = WorkerRate(), RequestWork(), 0.0
     for record in records:
         if not record.choices:

@@ -38,8 +38,7 @@ class RowJournal:
     """Two files beside others' in a folder. `write` and `turn` exclude each other: the caller has a lock."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder, and room for the files, for a full disk must not end a process that writes into its pages.
-        Raises OSError."""
+        """Reserves the files' space: a full disk would end a process that writes into mapped pages. Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "it belongs to another user, who could read rows and write some")
@@ -53,7 +52,7 @@ class RowJournal:
         self._is_full = False
 
     def write(self, row: LedgerRow) -> None:
-        """More than FILE_BYTES of rows, in an outage of the database, are only in memory: the log says so once."""
+        """Rows beyond `FILE_BYTES` are only in memory."""
         data = _encode(row)
         end = self._end + _HEAD.size + len(data)
         if end + _HEAD.size > FILE_BYTES:
@@ -67,7 +66,7 @@ class RowJournal:
         self._end = end
 
     def turn(self) -> None:
-        """The rows so far are about to be put into the database, and the next ones go to the other file."""
+        """The rows so far go into the database; the next ones go to the other file."""
         self._active, self._end, self._is_full = 1 - self._active, 0, False
 
     def done(self) -> None:
@@ -75,8 +74,7 @@ class RowJournal:
         self._pages[1 - self._active][: _HEAD.size] = _NOTHING
 
     def recover(self, put: Callable[[Sequence[LedgerRow]], int]) -> int:
-        """Gives the rows of processes that are gone to `put`, and removes their files. Returns the sum of what it
-        returns."""
+        """Passes the rows of dead processes to `put` and removes their files."""
         found = 0
         for path in sorted(self._folder.glob("*.rows")):
             if path in self._paths:
@@ -97,7 +95,7 @@ class RowJournal:
         return found
 
     def close(self, *, is_written: bool) -> None:
-        """Without its files where all rows are in the database; they stay for the next process where not."""
+        """Leaves the files to the next process unless all rows are written."""
         for path, file, pages in zip(self._paths, self._files, self._pages, strict=True):
             if is_written:
                 path.unlink(missing_ok=True)
@@ -106,7 +104,6 @@ class RowJournal:
 
 
 def _made(path: Path) -> int:
-    """A new file, open and locked before others see it by its name."""
     new = path.with_suffix(".new")
     file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_EXCL, 0o600)
     try:
@@ -121,7 +118,7 @@ def _made(path: Path) -> int:
 
 
 def _rows_in(data: bytes) -> Iterator[LedgerRow]:
-    """Up to one that was half-written. What another version cannot read is left out, and logged."""
+    """Stops at a row that was half-written; logs and skips rows of another version."""
     at = 0
     while at + _HEAD.size <= len(data):
         size, checksum = _HEAD.unpack_from(data, at)

@@ -65,7 +65,6 @@ class Endpoints:
 
     @property
     def condition(self) -> str:
-        """In SQL, with a place for each of `values`."""
         places = ", ".join("?" * len(self.values))
         return f" AND endpoint {'IN' if self.only else 'NOT IN'} ({places})" if places else ""
 
@@ -83,9 +82,8 @@ def sums(
     bucket_s: int | None = None,
     endpoints: Endpoints = Endpoints(),
 ) -> list[UsageSum]:
-    """In the order of time, then of groups; empty buckets are left out. Without `bucket_s` one bucket. By kind, a
-    request counts in each kind of tokens. Raises InvalidRequest for a group that does not exist, or for parts of an
-    hour of which requests are no longer kept; and Unavailable."""
+    """Sums by time, then group, without empty buckets; one bucket without `bucket_s`. By kind, a request counts in
+    each kind of tokens. Raises InvalidRequest or Unavailable."""
     check_groups(by)
     names, columns = [name for name in by if name != "kind"], (*SUMMED, *(CHARGED if "kind" in by else ()))
     width = bucket_s or max(1, until_s - since_s)
@@ -134,7 +132,7 @@ def _check_kept(rows_from_s: int, since_s: int, until_s: int, bucket_s: int | No
 
 
 def _sum(name: str) -> str:
-    """Postgres has the sum of whole numbers as a decimal one."""
+    """Postgres sums whole numbers to a decimal."""
     return f"CAST(sum({name}) AS BIGINT)" if name in WHOLE or name == "requests" else f"sum({name})"
 
 
@@ -146,8 +144,7 @@ def _source(
     bucket_s: int | None,
     endpoints: Endpoints,
 ) -> tuple[str, Sequence[int | str]]:
-    """The rows to sum, and the query's values: those of whole days and hours, where each lies in one bucket, and single
-    requests for the rest."""
+    """Takes sums of whole days and hours if a bucket holds them, and single requests for the rest."""
     widths = [one for one in SUMS if bucket_s is None or (bucket_s % one == 0 and since_s % one == 0)]
     parts = _cut(since_s, until_s, widths)
     columns = ", ".join(("at_s", *by)), ", ".join(summed)
@@ -163,7 +160,6 @@ def _source(
 
 
 def _cut(since_s: int, until_s: int, widths: Sequence[int]) -> list[tuple[str, int, int]]:
-    """Tables with the time of each, in order."""
     if not widths:
         return [("requests", since_s, until_s)]
     width, *shorter = widths
@@ -194,15 +190,14 @@ class CostReport:
 
     @property
     def unrecorded_output_tokens(self) -> int:
-        """Tokens that workers reported and no row has: of answers that are not over yet, or were cut at a stop string,
-        left by their client, or lost with a gateway process. Below 0 where answers began before this time."""
+        """Tokens that workers reported and no row has: running, cut, abandoned or lost answers. Negative if answers
+        began before `since_s`."""
         return self.worker_output_tokens - sum(row.output_tokens for row in self.rows)
 
     def cost_usd(self, row: UsageSum) -> float:
         return (row.prefill_device_s + row.decode_device_s) * self.device_hour / HOUR_S
 
     def saved_usd(self, row: UsageSum) -> Mapping[str, float]:
-        """USD that prefix caches and speculation spared."""
         usd = self.device_hour / HOUR_S
         return {
             "cache_saved_usd": row.cache_saved_device_s * usd,
@@ -240,7 +235,7 @@ def costs(database: Database, prices: PriceList, *, since_s: int, until_s: int, 
 
 
 def spent_by_tenant(database: Database, since_s: int) -> dict[str, float]:
-    """Charges of tenants since the beginning of a day. Raises Unavailable."""
+    """Raises Unavailable."""
     query = "SELECT tenant, sum(charged_usd) AS usd FROM days WHERE at_s >= ? GROUP BY tenant"
     with database.reading() as transaction:
         return {row["tenant"]: row["usd"] for row in transaction.run(query, since_s)}

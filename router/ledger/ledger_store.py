@@ -64,8 +64,8 @@ class LedgerStore(Collector):
         keep_days: int = 0,
         journal: RowJournal | None = None,
     ) -> None:
-        """It owns the database. `clock`: by default the database's. `keep_days`: of single requests; 0 is for ever.
-        `journal`: keeps rows that are not written yet through the end of this process."""
+        """The store owns the database. `keep_days` 0 keeps requests for ever; `journal` keeps unwritten rows if this
+        process is killed."""
         self.database = database
         self.outcomes: Counter[str] = Counter(written=0, dropped=0, recovered=0, deleted=0)
         self._clock = clock or database.now_s
@@ -102,7 +102,7 @@ class LedgerStore(Collector):
         return self.database.trouble
 
     def close(self) -> None:
-        """Returns when all rows are written, or, if they cannot be, after `CLOSE_S`; drops later ones. Idempotent."""
+        """Waits for all rows for `CLOSE_S` at most. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -195,8 +195,8 @@ class LedgerStore(Collector):
             transaction.run(SEEN, self._process, self._clock())
 
     def recover(self) -> int:
-        """Counts the requests that processes were answering which have been silent for `LOST_S`, as far as they had
-        come. Returns how many. Blocks. Raises Unavailable."""
+        """Records the open requests of processes that were silent for `LOST_S`. Returns how many. Blocks. Raises
+        Unavailable."""
         with self.database.writing() as transaction:
             oldest_s = self._clock() - LOST_S
             found = len(transaction.run(RECOVER, oldest_s))
@@ -208,8 +208,7 @@ class LedgerStore(Collector):
         return found
 
     def _put(self, rows: Sequence[LedgerRow]) -> int:
-        """Writes what is missing of a lost process's rows; they replace what was noted of them while they were open.
-        Returns how many. Raises Unavailable."""
+        """Writes missing rows of a lost process; they replace its notes. Raises Unavailable."""
         found = 0
         for row in rows:
             try:
@@ -222,8 +221,7 @@ class LedgerStore(Collector):
         return found
 
     def delete_old(self) -> int:
-        """Deletes some of the rows that are older than they are kept; their sums stay. Returns how many. Blocks. Raises
-        Unavailable."""
+        """Deletes some expired rows; their sums stay. Returns how many. Blocks. Raises Unavailable."""
         total, oldest_s = 0, (int(self._clock()) // DAY_S - self._keep_days) * DAY_S
         for _ in range(MAX_CHUNKS if self._keep_days else 0):
             with self.database.writing() as transaction:

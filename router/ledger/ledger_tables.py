@@ -44,14 +44,14 @@ _KEY_PLACES = ", ".join(map(str, range(1, 2 + len(GROUPS))))
 
 
 def ledger_database(where: Path | str) -> Database:
-    """SQLite in a file, or Postgres at a URL. Makes what is missing. Raises Misconfigured."""
+    """Raises Misconfigured."""
     if isinstance(where, Path):
         return SqliteDatabase(where, prepare, setting="router.ledger.path", place="file", synchronous="NORMAL")
     return PostgresDatabase(where, "ledger", prepare)
 
 
 def prepare(transaction: Transaction) -> None:
-    """Makes what is missing, also in a database of an earlier version."""
+    """Also migrates a database of an earlier version."""
     for table, columns in _tables(transaction).items():
         transaction.run(f"CREATE TABLE IF NOT EXISTS {table} ({columns}){_rowid(transaction)}")
     for table in ("requests", "open_requests"):
@@ -73,7 +73,7 @@ def prepare(transaction: Transaction) -> None:
 
 
 def _tables(transaction: Transaction) -> dict[str, str]:
-    """The columns of a key come first: else `integrity_check` of SQLite 3.40 finds NULL in those behind it."""
+    """The key's columns come first: `integrity_check` of SQLite 3.40 finds NULL in later ones."""
     rows = ", ".join(_column(transaction, name) for name in _KINDS)
     return {
         "requests": f"{rows}, PRIMARY KEY (request_id)",
@@ -100,8 +100,7 @@ def _rowid(transaction: Transaction) -> str:
 
 
 def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
-    """A table of sums that is missing, or has other columns, is made from the requests that are there; sums of the time
-    before `rows_from_s`, of which some or all requests are deleted, are kept."""
+    """Rebuilds a missing or outdated table of sums from its requests; sums of deleted requests are kept."""
     known, needed = transaction.columns(table), {"at_s", *GROUPS, "requests", *_ADDED}
     if known != needed:
         if known:
@@ -130,7 +129,7 @@ def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
 
 
 def _restore_sums(transaction: Transaction, table: str, known: set[str]) -> None:
-    """Restores sums: columns that a later version has added are nothing in them; groups that it has not become one."""
+    """Added columns are zero; groups that no longer exist become one."""
     groups = [name if name in known else _nothing(name) for name in GROUPS]
     summed = [f"sum({name if name in known else _nothing(name)})" for name in ("requests", *_ADDED)]
     transaction.run(
@@ -156,7 +155,7 @@ def _begin(transaction: Transaction, at_s: str, width_s: int) -> str:
 
 
 def _triggers(transaction: Transaction, table: str, width_s: int) -> Iterator[str]:
-    """A row enters its sums. One that is replaced leaves them and enters those of its new group."""
+    """A replaced row leaves its sums and enters those of its new group."""
     enters = (
         f"INSERT INTO {table} ({_KEY}, requests, {', '.join(_ADDED)}) VALUES ("
         f"{_begin(transaction, 'new.at_s', width_s)}, {', '.join(f'new.{name}' for name in GROUPS)}, 1, "

@@ -44,7 +44,6 @@ class PageQuery:
 
 
 def page_query(request: Request, *, groups: Sequence[str], default: str = "1d", most: int | None = None) -> PageQuery:
-    """Raises InvalidRequest."""
     asked = request.query_params
     width = asked.get("bucket_width", default)
     if width not in WIDTHS:
@@ -109,7 +108,6 @@ def _page(database: Database, asked: PageQuery, shown: Any, endpoints: Endpoints
 
 
 def _columns(by: Sequence[str]) -> list[str]:
-    """A line item is a model and a kind of its tokens."""
     names = [GROUPS[name] for name in by if name in GROUPS]
     return [*names, "model", "kind"] if "line_item" in by else names
 

@@ -48,11 +48,9 @@ class Price:
 
     @property
     def version(self) -> str:
-        """Its date and model, as "2026-01-31 *"."""
         return f"{datetime.fromtimestamp(self.since_s, UTC):%Y-%m-%d} {self.model}"
 
     def charge(self, tokens: Mapping[str, int], *, is_batch: bool = False) -> Mapping[str, float]:
-        """USD for the tokens of each kind."""
         factor = (self.batch if is_batch else 1.0) / _PER
         return {kind: self.usd[kind] * tokens[kind] * factor for kind in KINDS}
 
@@ -65,7 +63,7 @@ class PriceList:
     prices: tuple[Price, ...] = ()
 
     def price(self, model: str, at_s: float, *, parent: str = "") -> Price | None:
-        """The latest of the model's own prices, else, for an adapter, of its parent's, else of all models'."""
+        """The model's own prices come first, then those of an adapter's parent, then those of all models."""
         for name in (model, parent, "*"):
             found = [one for one in self.prices if one.model == name and one.since_s <= at_s]
             if found:
@@ -74,7 +72,7 @@ class PriceList:
 
 
 def read_prices(path: Path) -> PriceList:
-    """Raises Misconfigured, which names the entry, its value and what is allowed."""
+    """Raises Misconfigured."""
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -36,9 +36,8 @@ _FREE = dict.fromkeys(KINDS, 0.0)
 
 
 def is_free(outcome: str, num_output: int, *, is_batch: bool) -> bool:
-    """Whether a request costs its tenant nothing: it failed for a reason of the cluster's (5xx), or it failed before
-    anything was sent, as one does that finds no room or whose client leaves the queue. Of a line of a batch nothing is
-    sent before it is whole."""
+    """A request is free if the cluster failed (5xx) or nothing was sent. A batch's line is sent only when it is
+    whole."""
     if outcome == LOST:
         return True
     if outcome in ERRORS_BY_CODE:
@@ -59,7 +58,6 @@ class RequestLedger:
         clock: Callable[[], float] = time.time,
         budgets: TenantBudgets | None = None,
     ) -> None:
-        """`clock`: seconds since 1970. `budgets` are kept up to date."""
         self.store = store
         self.prices = prices
         self._fleet = fleet
@@ -80,8 +78,8 @@ class RequestLedger:
         return 0.0 if price is None else sum(price.charge(tokens, is_batch=request.is_batch).values())
 
     def began(self, request: ObservedRequest) -> None:
-        """Until it has ended, the request's row so far is written again and again, in case this process is killed. A
-        line of a batch would run again instead."""
+        """Notes of the request are written until it ends, in case this process is killed. A batch's line would run
+        again instead."""
         if not request.is_batch:
             self._open[request.ask.request_id] = request, loop_time() + LOOK_S
 
@@ -136,7 +134,7 @@ class RequestLedger:
         )
 
     def look(self) -> None:
-        """Reads the workers' speeds, and writes down what is news of the fleet's devices and the workers' counts."""
+        """Reads the workers' speeds and writes new device and token counts."""
         workers, minute = self._fleet.status(), int(self._clock() // 60)
         self._rates.clear()
         self._rates.update({one.worker_id: rate_of(one) for one in workers})
@@ -152,7 +150,6 @@ class RequestLedger:
             self.store.write(count)
 
     def note_open(self) -> None:
-        """Writes the rows so far of the requests whose next note is due."""
         now = loop_time()
         for request_id, (request, due_s) in self._open.items():
             if due_s <= now:
@@ -160,8 +157,7 @@ class RequestLedger:
                 self.store.write(OpenRequest(row=self._row(request, request.counted.usage(), LOST)))
 
     async def follow(self) -> None:
-        """Looks at the fleet again and again, also while nothing is requested. Runs until it is cancelled, and looks
-        once more then."""
+        """Looks every `LOOK_S` until it is cancelled, and once more then."""
         try:
             while True:
                 try:
@@ -181,7 +177,7 @@ class RequestLedger:
             self._write_counts()
 
     def _read(self) -> None:
-        """Reads what other processes have written: their charges, and the requests of those that were killed."""
+        """Reads other processes' charges and the requests of killed ones."""
         if self._budgets is not None:
             for period, span in self._budgets.spans().items():
                 self._budgets.know(period, span, spent_by_tenant(self.store.database, int(span.start_s)))

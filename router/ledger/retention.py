@@ -35,7 +35,7 @@ _OLD_MINUTES = (
 
 
 def delete_chunk(transaction: Transaction, rows_from_s: int) -> int:
-    """Deletes a chunk of what is older. Returns how many rows; 0: nothing is left."""
+    """Returns the number of deleted rows; 0 if nothing is left."""
     [done] = transaction.run("SELECT deleted_to_s FROM retention")
     if done["deleted_to_s"] >= rows_from_s:
         return 0
@@ -69,14 +69,14 @@ def rows_from(transaction: Transaction) -> int:
 
 
 def kept_times(database: Database, since_s: int, until_s: int) -> tuple[int, int, int]:
-    """The times of a report, widened to `whole_hours`, and since when single requests are kept. Raises Unavailable."""
+    """Widens the times of a report; also returns since when single requests are kept. Raises Unavailable."""
     with database.reading() as transaction:
         first_s = rows_from(transaction)
     return *whole_hours(since_s, until_s, first_s), first_s
 
 
 def whole_hours(since_s: int, until_s: int, rows_from_s: int) -> tuple[int, int]:
-    """The times of a report, widened to the hours that there are sums of."""
+    """Widens times before `rows_from_s` to the hours that have sums."""
     if since_s < rows_from_s:
         since_s = since_s // HOUR_S * HOUR_S
     if until_s < rows_from_s:

@@ -22,7 +22,7 @@ class WorkerCounts:
         self._written: dict[Start, WorkerCount] = {}
 
     def look(self, workers: Sequence[WorkerView], minute: int) -> list[WorkerCount]:
-        """Counts to be written at once: the first of a worker, and the last of one that is gone."""
+        """Returns the first count of a new worker and the last of one that is gone."""
         seen = {(one.worker_id, one.info.incarnation): one for one in workers if one.info is not None}
         due = [self._latest[start] for start in self._latest.keys() - seen.keys() if self._is_news(start)]
         for start in self._latest.keys() - seen.keys():
@@ -46,7 +46,6 @@ class WorkerCounts:
         return due
 
     def news(self) -> list[WorkerCount]:
-        """Counts that have changed since they were written."""
         due = [count for start, count in self._latest.items() if self._is_news(start)]
         self._written.update(self._latest)
         return due

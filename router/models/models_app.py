@@ -24,8 +24,8 @@ PREFIX = "/models/"
 
 
 def create_models_app(gateways: Sequence[Gateway], registry: CollectorRegistry | None = None) -> ASGIApp:
-    """The application for these models, the first of them answers requests that name none. With one model it is that
-    model's. `registry` has the metrics of all. Raises Misconfigured for two models that have one name."""
+    """The first model answers requests that name none. `registry` has the metrics of all. Raises Misconfigured if two
+    have one name."""
     if len(gateways) == 1:
         return create_app(gateways[0])
     names = [gateway.card.name for gateway in gateways]
@@ -36,12 +36,10 @@ def create_models_app(gateways: Sequence[Gateway], registry: CollectorRegistry |
 
 
 def beside_each_other(gateways: Sequence[Gateway]) -> list[Gateway]:
-    """Each model's gateway, which knows the others, and answers for its own model only."""
     return [own.among(gateways) for own in gateways]
 
 
 def front_of(gateways: Sequence[Gateway], registry: CollectorRegistry | None = None) -> Gateway:
-    """The first model's gateway, which knows the others, and shows their metrics."""
     return replace(gateways[0], models=tuple(gateways), scraped=registry) if len(gateways) > 1 else gateways[0]
 
 

@@ -47,7 +47,7 @@ class ModelTexts:
     common: str = ""
 
     def check_tools(self) -> None:
-        """Raises InvalidRequest where the model is shown none."""
+        """Raises InvalidRequest if the template shows no tools."""
         if self.template is not None and not self.template.shows_tools:
             raise InvalidRequest(
                 f"The model '{self.card.name}' does not support tools: its chat template has no place for them; "
@@ -57,14 +57,12 @@ class ModelTexts:
 
     @property
     def has_tools(self) -> bool:
-        """Can the model be shown tools, and its calls be read?"""
         return self.template is not None and self.template.shows_tools and self.tool_format is not None
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool | None = None, split_special_tokens: bool | None = None
     ) -> list[tuple[int, ...]]:
-        """Token ids of each prompt, with what the tokenizer puts round a text unless `add_special_tokens` is False.
-        Raises ContextLengthExceeded before reading a text that cannot fit."""
+        """Raises ContextLengthExceeded before it reads a text that cannot fit."""
         for text in texts:
             check_length(self.tokenizer.min_tokens(text), self.card, is_least=True)
         add_special_tokens = add_special_tokens is not False
@@ -83,8 +81,7 @@ class ModelTexts:
         tools: Sequence[Mapping[str, Any]] = (),
         param: str = "messages",
     ) -> tuple[int, ...]:
-        """The prompt of a conversation, which the client gave as `param`. Raises InvalidRequest for a model without a
-        chat template, and with the template's words."""
+        """Raises InvalidRequest, for the client's `param`."""
         if self.template is None:
             raise InvalidRequest(
                 f"The model '{self.card.name}' has no chat template: send its prompt to /v1/completions",
@@ -115,8 +112,7 @@ class ModelTexts:
 
 
 def open_texts(config: RouterConfig, *, model: Path | None = None, max_model_len: int | None = None) -> ModelTexts:
-    """Reads tokenizer, chat template and defaults from a checkpoint, by default the configured one. Raises
-    Misconfigured, BadCheckpoint."""
+    """Reads the configured checkpoint, or `model`. Raises Misconfigured or BadCheckpoint."""
     files = open_model(config.model_path if model is None else model)
     tokenizer = Tokenizer.load(files)
     _ = tokenizer.vocabulary.texts  # before the first request, which would wait for them
@@ -148,27 +144,23 @@ class RevisionTexts:
         self._begin: Callable[[], str] = lambda: ""
 
     def follow(self, revisions: FleetRevisions, begin: Callable[[], str]) -> None:
-        """Reads the texts of each revision of a fleet; `begin` chooses the revision of a request."""
+        """`begin` chooses the revision of a request."""
         self._begin = begin
         revisions.open_texts = self.open
 
     @property
     def cards(self) -> Mapping[str, ModelCard]:
-        """Cards of every revision that the fleet has had."""
         return {revision: texts.card for revision, texts in self._known.items()}
 
     def current(self) -> ModelTexts:
-        """The texts of a request that begins now."""
         return self._known[self._begin()]
 
     def check(self, model: Path) -> str:
-        """Reads the texts of a model that is about to be rolled out, and drops them. Returns the fingerprint of its
-        files. Raises Misconfigured, BadCheckpoint."""
+        """Returns the fingerprint of a model that is about to be rolled out. Raises Misconfigured or BadCheckpoint."""
         return open_texts(self._config, model=model).common
 
     async def open(self, info: WorkerInfo) -> str:
-        """Makes the texts of a worker's revision readable; returns what they have in common with others. Raises
-        IncompatibleWorkers."""
+        """Opens the texts of a worker's revision and returns their `common`. Raises IncompatibleWorkers."""
         if info.revision not in self._known:
             try:
                 texts = await asyncio.to_thread(

@@ -67,7 +67,7 @@ class TraceExporter(Collector):
     def began(self, request: ObservedRequest) -> None: ...
 
     def ended(self, ended: EndedRequest) -> None:
-        """Exports a request that is sampled: by its caller if that has decided, else by `sample`."""
+        """The caller decides whether its request is sampled, else `sample` does."""
         came, (ask, records, _, endpoint, _, _) = arrival.get(), ended.request
         parent = parse_traceparent(came.traceparent) if came is not None and came.traceparent else None
         if not records or not self._is_sampled(parent):
@@ -100,7 +100,7 @@ class TraceExporter(Collector):
         self._processor.on_end(QueuedRequest(record))
 
     def close(self) -> None:
-        """Sends what is queued, for `CLOSE_S` at most, and the attempt that runs then."""
+        """Sends the queue for `CLOSE_S` at most."""
         limit = threading.Timer(CLOSE_S, self._exporter.shutdown)
         limit.start()
         self._processor.shutdown()

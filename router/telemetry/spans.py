@@ -89,7 +89,6 @@ def new_span_id() -> int:
 
 
 def spans_of(record: TracedRequest) -> list[TraceSpan]:
-    """The root first."""
     root, begun_s = new_span_id(), record.arrived_s
     spans = [
         TraceSpan(
@@ -199,7 +198,6 @@ class _Stages:
         self._links = ()
 
     def _note(self, facts: Mapping[str, Fact], stage: str = "") -> None:
-        """On the stage, or the one that began last."""
         if self._open:
             _, attributes, _ = self._open[stage or next(reversed(self._open))]
             attributes.update({f"baton.{name}": fact for name, fact in facts.items()})

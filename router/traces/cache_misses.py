@@ -33,7 +33,6 @@ class EvictionLog:
         self._cleared: dict[str, float] = {}
 
     def observe(self, worker_id: str, events: Sequence[KVEvent], now: float) -> None:
-        """Called for every message of events that is applied to the index."""
         for event in events:
             if isinstance(event, BlockRemoved):
                 self._remove((worker_id, event.tier), event.hashes, now)
@@ -41,12 +40,10 @@ class EvictionLog:
                 self._cleared[worker_id] = now
 
     def removals(self, worker_id: str, block: BlockHash, *, before: float) -> Sequence[tuple[float, Tier]]:
-        """When a worker removed a block, and from which tier: all known removals, the first one first."""
         known = [(self._lost.get((worker_id, tier), _NONE).get(block), tier) for tier in Tier]
         return sorted((at_s, tier) for at_s, tier in known if at_s is not None and at_s <= before)
 
     def cleared_s(self, worker_id: str, *, since: float, before: float) -> float | None:
-        """When a worker last lost its whole cache, or was connected again, if that was between the two times."""
         at_s = self._cleared.get(worker_id)
         return at_s if at_s is not None and since <= at_s <= before else None
 
@@ -109,7 +106,7 @@ class CacheMissReport:
 
 
 def explain(record: RequestTrace, records: RequestTraces, evictions: EvictionLog) -> CacheMissReport:
-    """For a job with a decision; its first token may be still to come."""
+    """The job has a decision; its first token may be still to come."""
     choice = record.reading
     prefill_worker, block_size = choice.prefill_worker, choice.view.block_size
     read = record.timestamps.first_s is not None
@@ -166,7 +163,6 @@ def _findings(
 
 
 def _not_loaded(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
-    """A block of the prefill worker's host that was computed all the same."""
     prefill_worker, size = choice.prefill_worker, choice.view.block_size
     on_device = (prefill_worker.num_cached_tokens - prefill_worker.num_host_tokens) // size
     if on_device <= found < prefill_worker.num_cached_tokens // size:
@@ -195,7 +191,6 @@ def _behind(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
 
 
 def _elsewhere(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
-    """A candidate of the same pool that had more of the prompt."""
     prefill_worker, size = choice.prefill_worker, choice.view.block_size
     rivals = [
         one
@@ -231,7 +226,6 @@ def _when(removals: Sequence[tuple[float, Tier]], now: float) -> str:
 def _eviction(
     explanation: str, removals: Sequence[tuple[float, Tier]], now: float, worker: str, request: str | None = None
 ) -> MissReason:
-    """Named after the last tier that the block has left."""
     at_s, tier = removals[-1]
     return MissReason(
         reason=MissKind.EVICTED,
@@ -246,7 +240,6 @@ def _eviction(
 def _history(
     record: RequestTrace, choice: DecisionRecord, found: int, records: RequestTraces, evictions: EvictionLog
 ) -> Iterator[MissReason]:
-    """Reasons from earlier requests with the block."""
     nearest, common = _nearest(record, records)
     if nearest is not None and common > found and nearest.choices:
         yield _had_before(nearest, choice, found, record.chain[found], evictions)
@@ -272,7 +265,6 @@ def _history(
 def _had_before(
     nearest: RequestTrace, choice: DecisionRecord, found: int, block: BlockHash, evictions: EvictionLog
 ) -> MissReason:
-    """An earlier request had the block: the worker that computed it, and what happened there."""
     name, where, then = nearest.job.group_id, nearest.reading.prefill_worker.worker_id, nearest.received_s
     ago_s = choice.at_s - then
     if removals := evictions.removals(where, block, before=choice.at_s):
@@ -296,7 +288,7 @@ def _had_before(
 
 
 def _nearest(record: RequestTrace, records: RequestTraces) -> tuple[RequestTrace | None, int]:
-    """The earlier request with the longest beginning in common, the latest of several; (None, 0) if none has any."""
+    """The latest of several; (None, 0) if no earlier request begins alike."""
     nearest, longest = None, 0
     for one in records.before(record):
         common = num_common(one.chain, record.chain)
@@ -313,7 +305,7 @@ def _other_salt(record: RequestTrace, records: RequestTraces) -> str | None:
 
 
 def num_common(a: Chain, b: Chain) -> int:
-    """Blocks that two chains begin with alike. Hashes are chained: where one block is equal, all before it are."""
+    """Hashes are chained: if one block is equal, all before it are."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -14,7 +14,7 @@ View = dict[str, Any]
 
 
 def summary(record: RequestTrace, wall_offset_s: float) -> View:
-    """One line of a list. `wall_offset_s`: the wall clock's time less the loop's."""
+    """`wall_offset_s`: the wall clock's time less the loop's."""
     timestamps, choice = record.timestamps, record.choices[-1] if record.choices else None
     return {
         "request_id": record.job.group_id,
@@ -41,7 +41,6 @@ def summary(record: RequestTrace, wall_offset_s: float) -> View:
 
 
 def whole(record: RequestTrace, wall_offset_s: float) -> View:
-    """Everything."""
     return summary(record, wall_offset_s) | {
         "message": record.message,
         "session": record.job.session,
@@ -51,7 +50,6 @@ def whole(record: RequestTrace, wall_offset_s: float) -> View:
 
 
 def shadow_view(shadow: ShadowPolicy) -> View:
-    """The mean differences if the shadow had decided."""
     tally = shadow.tally
     count, tokens = tally.num_decisions or 1, tally.prompt_tokens or 1
     return {
@@ -99,12 +97,12 @@ def _choice(record: RequestTrace, choice: DecisionRecord) -> View:
 
 
 def _decode(record: RequestTrace, decision: Decision) -> str | None:
-    """None for a vector that a prefill worker computes: no worker decodes."""
+    """No worker decodes a vector that a prefill worker computes."""
     return None if record.job.sampling.pooling and decision.prefill is not None else decision.decode
 
 
 def _measured(record: RequestTrace, expected: LatencyEstimate) -> View:
-    """Measured times beside the predicted ones. The first token is counted from the decision that led to it."""
+    """The first token is counted from the decision that led to it."""
     first_s, decided_s = record.timestamps.first_s, record.choices[-1].at_s
     ttft_s = first_s - decided_s if first_s is not None and first_s >= decided_s else None
     tpot_s = _tpot_s(record)

@@ -138,7 +138,6 @@ class RequestTrace:
         self.note(EventKind.DECIDED, choice.at_s, prefill=decision.prefill or "", decode=decision.decode, **facts)
 
     def took(self, num_tokens: int, num_cached_tokens: int, now: float) -> None:
-        """Tokens went to the client."""
         timestamps = self.timestamps
         if timestamps.first_s is None:
             timestamps.first_s = now
@@ -148,34 +147,31 @@ class RequestTrace:
         timestamps.num_tokens += num_tokens
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
-        """Drafted tokens of the answer were verified."""
         self.timestamps.num_drafted += num_drafted
         self.timestamps.num_accepted += num_accepted
 
     def computed(self, num_tokens: int, now: float) -> None:
-        """So much of the prompt has been computed. Of a long prompt the first `MAX_CHUNKS` chunks are noted."""
+        """Only the first `MAX_CHUNKS` chunks are noted."""
         if self.timestamps.num_chunks < MAX_CHUNKS:
             self.timestamps.num_chunks += 1
             self.note(EventKind.CHUNK, now, tokens=num_tokens)
 
     def prefilled(self, now: float) -> None:
-        """The prompt has been computed; its KV is on its way."""
         self.timestamps.prefilled_s = now
         self.note(EventKind.PREFILLED, now)
 
     def arrived(self, now: float, **facts: Fact) -> None:
-        """The decode worker goes on: the KV is there. `facts` are the transfer's."""
+        """`facts` are the transfer's."""
         self.timestamps.arrived_s = now
         self.timestamps.num_tokens_at_arrival = self.timestamps.num_tokens
         self.note(EventKind.KV_ARRIVED, now, **facts)
 
     def failed(self, error: BatonError, now: float) -> None:
-        """An attempt ended in a failure; the next begins from what was emitted."""
         self.num_failures += 1
         self.note(EventKind.FAILED, now, code=error.code, message=error.message, tokens=self.timestamps.num_tokens)
 
     def end(self, outcome: str, now: float, message: str = "") -> None:
-        """Its last word; later ones change nothing. `outcome` is a finish reason or an error's code."""
+        """`outcome` is a finish reason or an error's code. Later calls change nothing."""
         if self.timestamps.ended_s is not None:
             return
         self.outcome, self.message = outcome, message
@@ -196,7 +192,6 @@ class RequestTraces:
         self._chain_bytes = 0
 
     def open(self, jobs: Iterable[Job]) -> Sequence[RequestTrace]:
-        """Requests have come in. Returns their records."""
         now, opened = loop_time(), []
         for job in jobs:
             record = RequestTrace(job=job, received_s=now)
@@ -210,21 +205,20 @@ class RequestTraces:
         return opened
 
     def close(self, jobs: Iterable[Job], error: BaseException | None) -> None:
-        """Ends these jobs, unless they have ended."""
         outcome, message = _outcome(error)
         for job in jobs:
             if (record := self._record(job)) is not None:
                 record.end(outcome, loop_time(), message)
 
     def of(self, job: Job) -> RequestTrace:
-        """The job's record, opened now if no face has done so."""
+        """Opens the job's record if no face has done so."""
         if (record := self._record(job)) is None:
             self.open([job])
             record = self._ring[-1]
         return record
 
     def keep_chain(self, record: RequestTrace, chain: Chain, block_size: int) -> None:
-        """Notes a prompt's blocks. Beyond `MAX_CHAIN_BYTES` the oldest requests' are forgotten."""
+        """Beyond `MAX_CHAIN_BYTES` the oldest chains are dropped."""
         record.chain, record.block_size = chain, block_size
         if not chain:
             return
@@ -239,7 +233,7 @@ class RequestTraces:
             oldest.chain = Chain()
 
     def find(self, name: str) -> Sequence[RequestTrace]:
-        """Oldest first; empty for an unknown name, or one of too long ago."""
+        """Oldest first; empty for an unknown or forgotten name."""
         return tuple(self._named.get(name, ()))
 
     def recent(self, count: int) -> Sequence[RequestTrace]:
@@ -247,7 +241,7 @@ class RequestTraces:
         return tuple(islice(reversed(self._ring), count))
 
     def before(self, record: RequestTrace) -> Iterable[RequestTrace]:
-        """Requests that came earlier, the latest of them first."""
+        """Earlier requests, the latest first."""
         found = False
         for one in reversed(self._ring):
             if found:
