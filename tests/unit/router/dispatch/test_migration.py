@@ -73,6 +73,15 @@ def other(cluster: Cluster, worker_id: str) -> str:
     return next(worker for worker in cluster.workers if worker[0] != "p" and worker != worker_id)
 
 
+async def paused_in(make: Callable[..., Cluster], *worker_ids: str) -> tuple[Cluster, Client, str, str]:
+    """A client whose answer has paused, the worker that writes it, and another one."""
+    cluster = make()
+    await cluster.add(*(worker_ids or ("c0", "c1")))
+    client = Client(cluster)
+    first = await client.paused()
+    return cluster, client, first, other(cluster, first)
+
+
 @pytest.mark.parametrize("workers", [("p0", "d0", "d1"), ("d0", "d1"), ("c0", "c1")])
 async def test_the_sequence_goes_on_elsewhere_and_no_token_is_lost_or_doubled(
     make: Callable[..., Cluster], workers: tuple[str, ...]
@@ -116,10 +125,7 @@ async def test_with_nowhere_to_go_it_finishes_where_it_is(
 
 
 async def test_with_no_room_elsewhere_it_finishes_where_it_is(make: Callable[..., Cluster]) -> None:
-    cluster = make()
-    await cluster.add("c0", "c1")
-    client = Client(cluster)
-    first = await client.paused()
+    cluster, client, first, _ = await paused_in(make)
     cluster[other(cluster, first)].refuse = Overloaded("full")
     drain(cluster, first)
     await client.stayed()
@@ -129,11 +135,7 @@ async def test_with_no_room_elsewhere_it_finishes_where_it_is(make: Callable[...
 
 
 async def test_a_worker_that_cannot_let_go_keeps_it_and_the_room_is_given_back(make: Callable[..., Cluster]) -> None:
-    cluster = make()
-    await cluster.add("c0", "c1")
-    client = Client(cluster)
-    first = await client.paused()
-    second = other(cluster, first)
+    cluster, client, first, second = await paused_in(make)
     cluster[first].clings = True
     drain(cluster, first)
     await cluster[first].until(lambda: bool(cluster[first].moved))
@@ -145,10 +147,7 @@ async def test_a_worker_that_cannot_let_go_keeps_it_and_the_room_is_given_back(m
 
 
 async def test_kv_that_is_lost_on_the_way_is_computed_again(make: Callable[..., Cluster]) -> None:
-    cluster = make()
-    await cluster.add("c0", "c1", "c2")
-    client = Client(cluster)
-    first = await client.paused()
+    cluster, client, first, _ = await paused_in(make, "c0", "c1", "c2")
     cluster[first].loses_kv = True
     drain(cluster, first)
     await cluster[first].until(lambda: bool(cluster[first].moved))
@@ -158,11 +157,7 @@ async def test_kv_that_is_lost_on_the_way_is_computed_again(make: Callable[..., 
 
 
 async def test_a_worker_that_dies_while_its_sequence_leaves_costs_a_pause(make: Callable[..., Cluster]) -> None:
-    cluster = make()
-    await cluster.add("c0", "c1")
-    client = Client(cluster)
-    first = await client.paused()
-    second = other(cluster, first)
+    cluster, client, first, second = await paused_in(make)
     reserving = cluster[second].reserving = asyncio.Event()
     drain(cluster, first)
     await cluster[second].until(lambda: bool(cluster[second].reserved))
@@ -177,11 +172,7 @@ async def test_a_worker_that_dies_while_its_sequence_leaves_costs_a_pause(make: 
 async def test_a_client_that_leaves_while_its_sequence_moves_leaves_nothing_behind(
     make: Callable[..., Cluster],
 ) -> None:
-    cluster = make()
-    await cluster.add("c0", "c1")
-    client = Client(cluster)
-    first = await client.paused()
-    second = other(cluster, first)
+    cluster, client, first, second = await paused_in(make)
     reserving = cluster[second].reserving = asyncio.Event()
     drain(cluster, first)
     await cluster[second].until(lambda: bool(cluster[second].reserved))
@@ -194,10 +185,7 @@ async def test_a_client_that_leaves_while_its_sequence_moves_leaves_nothing_behi
 
 
 async def test_a_sequence_whose_new_worker_drains_too_moves_again(make: Callable[..., Cluster]) -> None:
-    cluster = make()
-    await cluster.add("c0", "c1", "c2")
-    client = Client(cluster)
-    first = await client.paused()
+    cluster, client, first, _ = await paused_in(make, "c0", "c1", "c2")
     for worker_id in set(cluster.workers) - {first}:
         cluster[worker_id].pause_after = 2  # of what it makes itself
     drain(cluster, first)
@@ -213,11 +201,7 @@ async def test_a_sequence_whose_new_worker_drains_too_moves_again(make: Callable
 
 async def test_tokens_said_together_with_the_word_that_it_moves_are_not_lost(make: Callable[..., Cluster]) -> None:
     """A slow reader gets the tokens together with MOVED."""
-    cluster = make()
-    await cluster.add("c0", "c1")
-    client = Client(cluster)
-    first = await client.paused()
-    second = other(cluster, first)
+    cluster, client, first, second = await paused_in(make)
     cluster[first].says_when_moving = 2
     drain(cluster, first)
     await cluster[first].until(lambda: bool(cluster[first].moved))
@@ -249,11 +233,7 @@ async def test_a_worker_that_dies_with_a_sequence_that_came_to_it_is_the_one_tha
 
 
 async def test_the_worker_that_has_a_sequence_learns_whether_its_client_reads(make: Callable[..., Cluster]) -> None:
-    cluster = make()
-    await cluster.add("c0", "c1")
-    client = Client(cluster)
-    first = await client.paused()
-    second = other(cluster, first)
+    cluster, client, first, second = await paused_in(make)
     client.job.client.unread(True)
     drain(cluster, first)
     await cluster[first].until(lambda: bool(cluster[first].moved))
