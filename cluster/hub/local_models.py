@@ -28,8 +28,10 @@ def with_local_models(config: ClusterConfig) -> ClusterConfig:
             "that all of them have, or allow it with --set ray.downloads=true",
             param="ray.downloads",
         )
-    worker = _located(config.worker, local_model)
-    return replace(config, worker=worker, router=replace(config.router, model_path=Path(worker.model)))
+    worker, router, name = _located(config.worker, local_model), config.router, HubName.of(config.worker.model)
+    if name is not None and router.model_name == name.model:  # other programs call the model by its whole name
+        router = replace(router, model_aliases=", ".join(filter(None, (router.model_aliases, name.repository))))
+    return replace(config, worker=worker, router=replace(router, model_path=Path(worker.model)))
 
 
 def with_cached_models(worker: WorkerConfig) -> WorkerConfig:

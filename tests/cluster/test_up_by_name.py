@@ -27,9 +27,11 @@ def test_a_name_is_downloaded_and_answers(hub: FakeHub) -> None:
     commit = hub.add("acme/tiny", {file.name: file.read_bytes() for file in DEMO.iterdir()})
     cluster = Deployed("up", "acme/tiny", "--colocated", "--device", "cpu", "--port", "0")
     try:
-        assert cluster.text("def join(first, second):", model="tiny")
-        [model] = httpx.get(f"{cluster.url}/v1/models").json()["data"]
+        texts = {cluster.text("def join(first, second):", model=name) for name in ("tiny", "acme/tiny")}
+        assert len(texts) == 1
+        model, alias = httpx.get(f"{cluster.url}/v1/models").json()["data"]
         assert (model["id"], model["hub"]) == ("tiny", f"acme/tiny@{commit}")
+        assert alias["id"] == "acme/tiny"
         assert {worker["info"]["model_path"].rpartition("/")[2] for worker in cluster.status()["workers"]} == {commit}
     finally:
         cluster.kill()

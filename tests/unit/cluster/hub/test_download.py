@@ -204,6 +204,7 @@ def test_another_machine_caches_the_commit_of_the_supervisor(
     config = ClusterConfig(worker=worker, router=RouterConfig(model_path=Path("acme/tiny"), model_name="tiny"))
     supervised = with_local_models(config)
     assert supervised.router.model_path == Path(supervised.worker.model)
+    assert supervised.router.model_aliases == "acme/tiny"
     hub.add("acme/tiny", {**TINY, "config.json": b"[]"})
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "other"))
     here = with_cached_models(supervised.worker)
