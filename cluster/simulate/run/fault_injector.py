@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,6 @@ from protos.errors import Misconfigured
 from protos.hints import listed
 from protos.values import KVEvents, StepMessage
 
-Events = tuple[KVEvents, ...]
 LATEST_S = 60.0
 TOO_LATE = "it begins after the load was over"
 NO_TARGET = "its target did not exist"
@@ -211,34 +210,18 @@ class EventTrouble:
     """Faults of the KV events in a worker's messages to single gateways: lost, late, twice, swapped."""
 
     def __init__(self, kind: Kind) -> None:
-        self._spoil: Callable[[Events], Events] = {
-            Kind.EVENTS_DROP: self._drop,
-            Kind.EVENTS_DOUBLE: self._double,
-            Kind.EVENTS_DELAY: self._delay,
-            Kind.EVENTS_SWAP: self._swap,
-        }[kind]
-        self._kept: Events = ()
+        self._kind = kind
+        self._earlier: tuple[KVEvents, ...] = ()
 
     def __call__(self, message: StepMessage) -> StepMessage:
-        return replace(message, events=self._spoil(message.events))
-
-    def _drop(self, events: Events) -> Events:
-        return ()
-
-    def _double(self, events: Events) -> Events:
-        return events + events
-
-    def _delay(self, events: Events) -> Events:
-        """Sends each message's events with the next message."""
-        events, self._kept = self._kept, events
-        return events
-
-    def _swap(self, events: Events) -> Events:
-        """Sends every second message's events before those of the first."""
-        if not events:
-            return ()
-        if not self._kept:
-            self._kept = events
-            return ()
-        earlier, self._kept = self._kept, ()
-        return events + earlier
+        events, earlier = message.events, self._earlier
+        match self._kind:
+            case Kind.EVENTS_DROP:
+                events = ()
+            case Kind.EVENTS_DOUBLE:
+                events += events
+            case Kind.EVENTS_DELAY:  # they come with the next message
+                events, self._earlier = earlier, events
+            case Kind.EVENTS_SWAP if events:  # every second message's events come before the first's
+                events, self._earlier = (events + earlier, ()) if earlier else ((), events)
+        return replace(message, events=events)
