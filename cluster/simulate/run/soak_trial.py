@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,8 @@ LATENTS = (0,)
 AFTERMATH_S = 30.0
 """Seconds after the end of a fault in which it can explain failed attempts."""
 NUM_FAULTS = (0, 2, 5, 10)
+ONE_TWO, TWO_TWO = PoolsConfig(prefill=1, decode=2), PoolsConfig(prefill=2, decode=2)
+COLOCATED = PoolsConfig(colocated=2)
 TEARING = (*2 * (*OF_LANES, Kind.ABORTS), Kind.KILL, Kind.PAUSE, Kind.RESET)
 LOSING = (*2 * OF_WORKERS, Kind.DRAIN, Kind.ABORTS)
 
@@ -93,15 +95,14 @@ def _speculating(made: SoakTrial, rng: random.Random) -> SoakTrial:
     max_drafts, is_timed = rng.choice((1, 4, 8)), rng.random() < 0.3
     if acceptance is None:
         return made
-    spec = made.config.spec
     drafter = SimulatedDrafter(
         source="model" if is_timed else "ngram",
         acceptance=acceptance,
         max_drafts=max_drafts,
         latency=Rough(compute_share=1.0) if is_timed else None,
     )
-    spec = replace(spec, drafter=drafter, depth=0 if is_timed else spec.depth)
-    return replace(made, config=replace(made.config, spec=spec))
+    changes = {"spec.drafter": drafter} | ({"spec.depth": 0} if is_timed else {})
+    return replace(made, config=_changed(made.config, changes))
 
 
 def _owned(session: UserSession, tenant: str, share: float, rng: random.Random) -> UserSession:
@@ -146,29 +147,21 @@ def _crowded(seed: int, config: SimulationConfig) -> SoakTrial:
     made = agents(load, num_systems=num_systems, system_tokens=system_tokens, num_turns=rng.choice((1, 2, 4)))
     sessions = [_hurried(session) for session in made]
     longest = max(session.num_tokens for session in sessions)
-    spec = replace(
-        config.spec,
-        num_blocks=int(-(-longest // block_size) * rng.choice((1.1, 1.5, 2.5))) + 1,
-        scheduler=replace(
-            config.spec.scheduler,
-            max_num_seqs=random.Random(f"{seed} seats").choice((3, 16)),
-            max_waiting=rng.choice((1, 4, 256)),
-        ),
-        latency=Rough(compute_share=rng.choice((0.6, 0.002))),
-        decode=replace(config.spec.decode, headroom=rng.choice((0.0, 0.0, 0.1))),
-        host_blocks=rng.choice((0, 16, 300)),
-        host_bytes_per_s=50e9,
-        kept_events=rng.choice((2, 4096)),
-    )
-    admission = replace(
-        config.router.admission,
-        max_queued=rng.choice((1, 4, 1024)),
-        max_backlog=rng.choice((1, 64)),
-        max_backlog_s=10.0,
-    )
-    router = replace(config.router, admission=admission)
-    cards = replace(config.cards, rate=rng.choice((50e9, 2e8)))
-    config = replace(config, spec=spec, router=router, cards=cards, max_ttft_s=rng.choice((None, None, None, 1.0)))
+    config = _changed(config, {
+        "spec.num_blocks": int(-(-longest // block_size) * rng.choice((1.1, 1.5, 2.5))) + 1,
+        "spec.scheduler.max_num_seqs": random.Random(f"{seed} seats").choice((3, 16)),
+        "spec.scheduler.max_waiting": rng.choice((1, 4, 256)),
+        "spec.latency": Rough(compute_share=rng.choice((0.6, 0.002))),
+        "spec.decode.headroom": rng.choice((0.0, 0.0, 0.1)),
+        "spec.host_blocks": rng.choice((0, 16, 300)),
+        "spec.host_bytes_per_s": 50e9,
+        "spec.kept_events": rng.choice((2, 4096)),
+        "router.admission.max_queued": rng.choice((1, 4, 1024)),
+        "router.admission.max_backlog": rng.choice((1, 64)),
+        "router.admission.max_backlog_s": 10.0,
+        "cards.rate": rng.choice((50e9, 2e8)),
+        "max_ttft_s": rng.choice((None, None, None, 1.0)),
+    })  # fmt: skip
     faults = _faults(config, sessions, rng.choice(NUM_FAULTS))
     for at_s in rng.choice(((), (0.1, 0.4, 1.0))):  # while KV is on its way, too
         faults.append(Fault(at_s=round(at_s * rng.uniform(0.5, 1.5), 3), kind=Kind.ABORTS, target=CLIENTS, amount=0.2))
@@ -184,18 +177,15 @@ def _brimful(seed: int, config: SimulationConfig) -> SoakTrial:
     length, num_requests, rate = num_blocks * block_size, rng.choice((6, 12)), rng.choice((40.0, 200.0))
     load = _load(seed, num_requests, rate, (length, length), (1, rng.choice((4, length))))
     sessions = GENERATED["poisson"](load)
-    spec = replace(
-        config.spec,
-        num_blocks=num_blocks * rng.choice((2, 3)),
-        decode=replace(config.spec.decode, headroom=0.0),
-        host_blocks=0,
-    )
-    router = replace(config.router, local_prefill_tokens=0)
-    pools = PoolsConfig(prefill=rng.choice((1, 2)), decode=rng.choice((1, 2)))
-    config = replace(config, spec=spec, router=router, pools=pools)
-    return SoakTrial(
-        seed=seed, config=config, sessions=sessions, faults=_faults(config, sessions, rng.choice(NUM_FAULTS))
-    )
+    config = _changed(config, {
+        "spec.num_blocks": num_blocks * rng.choice((2, 3)),
+        "spec.decode.headroom": 0.0,
+        "spec.host_blocks": 0,
+        "router.local_prefill_tokens": 0,
+        "pools": PoolsConfig(prefill=rng.choice((1, 2)), decode=rng.choice((1, 2))),
+    })  # fmt: skip
+    faults = _faults(config, sessions, rng.choice(NUM_FAULTS))
+    return SoakTrial(seed=seed, config=config, sessions=sessions, faults=faults)
 
 
 def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
@@ -206,16 +196,14 @@ def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
     num_systems = 8 if is_slow else 2
     made = agents(load, num_systems=num_systems, system_tokens=rng.choice((64, 192)), num_turns=rng.choice((1, 4)))
     sessions = [_hurried(session) for session in made]
-    spec = replace(
-        config.spec,
-        num_blocks=(4 * MAX_PROMPT) // config.spec.layout.block_size,
-        latency=Rough(compute_share=0.002),
-        prefill=replace(config.spec.prefill, chunk_bytes=2**22),
-    )
-    router = replace(config.router, policy=rng.choice(("round_robin", "least_loaded")))
-    pools = rng.choice((PoolsConfig(prefill=2, decode=2), PoolsConfig(prefill=1, decode=2), PoolsConfig(colocated=2)))
-    rate = rng.choice((1e8, 2e8)) / (3 if is_slow else 1)
-    config = replace(config, spec=spec, router=router, pools=pools, cards=replace(config.cards, rate=rate))
+    config = _changed(config, {
+        "spec.num_blocks": (4 * MAX_PROMPT) // config.spec.layout.block_size,
+        "spec.latency": Rough(compute_share=0.002),
+        "spec.prefill.chunk_bytes": 2**22,
+        "router.policy": rng.choice(("round_robin", "least_loaded")),
+        "pools": rng.choice((TWO_TWO, ONE_TWO, COLOCATED)),
+        "cards.rate": rng.choice((1e8, 2e8)) / (3 if is_slow else 1),
+    })  # fmt: skip
     faults = _faults(config, sessions, rng.choice((8, 24)), after_s=0.5, of=TEARING)
     return SoakTrial(seed=seed, config=config, sessions=sessions, faults=faults)
 
@@ -228,14 +216,12 @@ def _lasting(seed: int, config: SimulationConfig) -> SoakTrial:
     made = agents(load, num_systems=1, system_tokens=32, num_turns=rng.choice((1, 2)))
     read_s = rng.choice((0.0, 0.0, 0.5))
     sessions = [_hurried(session, read_s=read_s) for session in made]
-    spec = replace(
-        config.spec,
-        num_blocks=4096 // config.spec.layout.block_size,
-        latency=Rough(compute_share=0.01),
-        scheduler=replace(config.spec.scheduler, max_num_seqs=16),
-    )
-    pools = rng.choice((PoolsConfig(prefill=1, decode=2), PoolsConfig(prefill=2, decode=2), PoolsConfig(colocated=2)))
-    config = replace(config, spec=spec, pools=pools)
+    config = _changed(config, {
+        "spec.num_blocks": 4096 // config.spec.layout.block_size,
+        "spec.latency": Rough(compute_share=0.01),
+        "spec.scheduler.max_num_seqs": 16,
+        "pools": rng.choice((ONE_TWO, TWO_TWO, COLOCATED)),
+    })  # fmt: skip
     faults = _faults(config, sessions, rng.choice((3, 8, 16)), after_s=4.0, of=LOSING)
     return SoakTrial(seed=seed, config=config, sessions=sessions, faults=faults)
 
@@ -246,17 +232,24 @@ def _slow_lane(seed: int, config: SimulationConfig) -> SoakTrial:
     num_turns, length = rng.choice((2, 4)), rng.choice((200, MAX_PROMPT))
     load = _load(seed, num_turns, 1.0, (length, length), (4, 16))
     made = agents(load, num_systems=1, system_tokens=16, num_turns=num_turns)
-    spec = replace(
-        config.spec,
-        num_blocks=4096 // config.spec.layout.block_size,
-        prefill=replace(config.spec.prefill, chunk_bytes=2**22),
-    )
-    router = replace(
-        config.router, local_prefill_tokens=0, dispatch=replace(config.router.dispatch, ticket_lease_s=1.0)
-    )
-    cards = replace(config.cards, rate=rng.choice((1e7, 2e7)), max_staged_bytes=rng.choice((2**24, 2**28)))
-    config = replace(config, spec=spec, router=router, pools=PoolsConfig(prefill=1, decode=1), cards=cards)
+    config = _changed(config, {
+        "spec.num_blocks": 4096 // config.spec.layout.block_size,
+        "spec.prefill.chunk_bytes": 2**22,
+        "router.local_prefill_tokens": 0,
+        "router.dispatch.ticket_lease_s": 1.0,
+        "pools": PoolsConfig(prefill=1, decode=1),
+        "cards.rate": rng.choice((1e7, 2e7)),
+        "cards.max_staged_bytes": rng.choice((2**24, 2**28)),
+    })  # fmt: skip
     return SoakTrial(seed=seed, config=config, sessions=[_hurried(session) for session in made], faults=[])
+
+
+def _changed(value: Any, changes: Mapping[str, Any]) -> Any:
+    """Returns a copy with other values at paths such as spec.num_blocks."""
+    for path, new in changes.items():
+        name, _, rest = path.partition(".")
+        value = replace(value, **{name: _changed(getattr(value, name), {rest: new}) if rest else new})
+    return value
 
 
 def _load(
