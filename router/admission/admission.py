@@ -295,7 +295,6 @@ class Admission:
         return True
 
     def _overloaded(self, why: str, entry: Entry) -> Overloaded:
-        """Takes the entry out of the queue. Returns an error whose retry time is when the queue has gone."""
         candidates, again = self._fleet.loads(), self._again(entry)
         measured_s = self._measured_s(again)
         self._line.remove(entry)
@@ -309,7 +308,6 @@ class Admission:
         return now - self._waiting_since_s >= LEAST_MEASURED_S
 
     def _speed(self, now: float) -> float:
-        """Prompt tokens of the queue per second, at the rate at which running jobs end; 0 while it is not known."""
         return self._turnover.at(now) * self._line.mean_tokens
 
     def _turn_s(self, entry: Entry, now: float) -> float:
@@ -317,14 +315,12 @@ class Admission:
         return self._line.tokens_ahead(entry) / speed if speed else math.inf
 
     def _measured_s(self, entry: Entry) -> float:
-        """`_turn_s`, at most `max_queue_s`; 0 before it is measured."""
         now = loop_time()
         if not self._line or not self._is_measured(now):
             return 0.0
         return min(self._config.admission.max_queue_s, self._turn_s(entry, now))
 
     def _retry_s(self, wait_s: float, entry: Entry, candidates: CandidateTable) -> float:
-        """Seconds until the job fits: behind the queue, and behind jobs that were refused before it."""
         now = loop_time()
         speed = min(filter(None, (prefill_speed(candidates), self._speed(now))), default=0.0)
         behind_s = self._returning.after_s(entry, speed=speed, now=now)

@@ -90,7 +90,6 @@ class FairQueue:
         return num_tokens / max(1, self._size)
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Replaces the tenants' weights. A tenant that is not named and does not wait is dropped."""
         self._weights = dict(weights)
         waiting = {entry.tenant for entry in self}
         self._served = {name: count for name, count in self._served.items() if name in waiting or name in weights}
@@ -108,7 +107,6 @@ class FairQueue:
         return tenants[least].entries[0]
 
     def last(self) -> Entry | None:
-        """The entry that would go last: the first to be refused when the queue is full."""
         if not self._waiting:
             return None
         tenants = self._waiting[min(self._waiting)]

@@ -189,7 +189,6 @@ class IdleAdmission:
             self.num_suspended += 1
 
     def _jobs_by_worker(self) -> Counter[str]:
-        """Jobs that are not suspended, by worker; asks where a run decodes until that is decided."""
         for run in self._runs.values():
             if not run.worker_id:
                 run.worker_id = self._decided(run.request_id)
@@ -264,7 +263,6 @@ class IdleAdmission:
         return run.is_suspended
 
     def _suspend(self, shed: Counter[str]) -> None:
-        """The newest are suspended first: they have the least to lose."""
         for run in reversed(self._runs.values()):
             if not run.is_suspended and shed[run.worker_id] > 0:
                 shed[run.worker_id] -= 1

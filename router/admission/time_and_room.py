@@ -87,9 +87,8 @@ class Overrun:
 def predicted_ttft_s(
     candidates: CandidateTable, num_tokens: int, num_ahead: int, *, overhead_s: float = 0.0
 ) -> float | None:
-    """Seconds to the first token on the best worker, with `num_ahead` prompt tokens before it in the gateway's queue.
-    All workers of the pool share the queued tokens. `overhead_s` is the time of each first token besides prefill. None
-    while no worker's speed is known."""
+    """Seconds to the first token on the best worker, with `num_ahead` prompt tokens before it; None while no speed is
+    known. `overhead_s` is the time of each first token besides prefill."""
     pool = candidates.prompt_pool
     speed = prefill_speed(pool)
     if not speed:

@@ -44,7 +44,6 @@ class Turnover:
         self._ended.observe(1, now)
 
     def at(self, now: float) -> float:
-        """Jobs per second; 0 while it is not known."""
         ended = self._ended.at(now) or 0.0
         num_running = len(self._began_s)
         if num_running < LEAST_JOBS:

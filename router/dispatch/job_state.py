@@ -57,7 +57,6 @@ class JobState:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All tokens that must be in a KV cache before the next token."""
         return self.job.prompt_ids if not self.output_ids else (*self.job.prompt_ids, *self.output_ids)
 
     @property
@@ -74,7 +73,6 @@ class JobState:
         return entry[1]
 
     def failed_again(self) -> None:
-        """Counts a failed attempt. Earlier failures no longer count if the answer has grown since."""
         if len(self.output_ids) >= self._num_tokens_at_failure + LEAST_PROGRESS:
             self.num_failures = 0
         self._num_tokens_at_failure = len(self.output_ids)

@@ -125,7 +125,6 @@ class PoisonRequests:
             self.drop(crashes)
 
     def drop(self, crashes: CrashHistory) -> None:
-        """Ends the job's trials, because it continues, has ended or was lost. Idempotent."""
         batch, crashes.batch = crashes.batch, None
         if batch is None:
             return

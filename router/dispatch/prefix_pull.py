@@ -82,7 +82,6 @@ def best_holder(holders: Sequence[PrefixHolder], prefill_worker: PullingWorker) 
 
 
 def pull_id(request_id: str) -> str:
-    """The id of a pull's reservation. The request itself may have a reservation on the same worker under its own id."""
     return f"{request_id}/pull"
 
 
@@ -100,9 +99,6 @@ class PrefixPull:
 
 
 class PrefixPulls:
-    """Plans and runs the pulls of a router. `num_blocks` have been pulled; `failures` counts failed pulls by error
-    code."""
-
     def __init__(self, fleet: Fleet, reserve: Reservations) -> None:
         self._fleet = fleet
         self._reserve = reserve

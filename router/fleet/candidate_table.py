@@ -48,7 +48,6 @@ class FleetTable:
         self._is_laid_out = False
 
     def doubt(self, member: Member) -> None:
-        """The member's breaker may forbid new requests from now on."""
         self._doubted[member] = None
 
     @property

@@ -87,7 +87,6 @@ class Fleet:
             self._changed.notify()
 
     def add_worker(self, address: str, *, worker_id: str) -> None:
-        """Adds a worker that serves at this address. A known worker is reconnected at its new address."""
         member = self._members.get(worker_id)
         if member is None or member.address != address or member.state is not WorkerState.READY:
             self.successors.joined(worker_id)
@@ -130,7 +129,6 @@ class Fleet:
 
     @property
     def block_size(self) -> int | None:
-        """Tokens in the blocks that prompts are hashed in: those of the first worker; None before it has joined."""
         reference = self._reference()
         return reference.layout.block_size if reference is not None else None
 
@@ -221,11 +219,9 @@ class Fleet:
         return candidates if not job.adapter else candidates.take(self.lora.places(job.adapter, candidates.workers))
 
     def loads(self) -> CandidateTable:
-        """The workers that take new work, with their load alone. The table changes with the fleet: do not keep it."""
         return self._table.loads()
 
     def overhead_s(self) -> float:
-        """The recent time of first tokens besides prefill; 0 while unknown."""
         now, roles = loop_time(), dict.fromkeys(self.loads().prompt_pool.workers.roles)
         return min((self.predictor.overhead_s(role, now=now) for role in roles), default=0.0)
 
@@ -248,11 +244,9 @@ class Fleet:
 
     @property
     def shares_index(self) -> bool:
-        """False while the prefix index is disconnected from the other gateways that should share it."""
         return not self.feed.trouble
 
     async def wait(self, *, until: float) -> None:
-        """Returns when a worker's state or load has changed, at the latest at `until` by the loop's clock."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._changed.wait()
@@ -293,7 +287,6 @@ class Fleet:
             ) from error
 
     def blame(self, worker_ids: Iterable[str]) -> None:
-        """Counts a failed request on these workers, which may fail again."""
         for worker_id in worker_ids:
             if (member := self._members.get(worker_id)) is not None:
                 self._doubt(member, member.breaker.failed(loop_time()))
@@ -309,7 +302,6 @@ class Fleet:
             self.totals[member.role].num_pauses += 1
 
     def count_read(self, prefill_worker: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """Counts the tokens of a computed prompt, and the cached ones among them."""
         if prefill_worker.role is not None:
             self.totals[prefill_worker.role].num_prompt_tokens += num_prompt_tokens
             self.totals[prefill_worker.role].num_cached_tokens += num_cached_tokens
@@ -421,7 +413,6 @@ class Fleet:
         self._changed.notify()
 
     async def _watch(self, member: Member, client: WorkerClient) -> None:
-        """Watches for progress: a worker without progress is lost, even if its connection is open."""
         while True:
             await asyncio.sleep(self._config.fleet.health_period_s)
             try:

@@ -59,7 +59,6 @@ class FleetAdapters:
                     self._workers.setdefault(old, self._workers[adapter.adapter_id])
 
     def learn(self, before: Iterable[Adapter], now: Iterable[Adapter]) -> None:
-        """A connected worker has other adapters than before: somebody ordered it."""
         had, has = ({adapter.name: adapter.path for adapter in adapters} for adapters in (before, now))
         self._ordered |= {name: path for name, path in has.items() if had.get(name) != path}
         self._ordered |= dict.fromkeys(had.keys() - has.keys(), "")

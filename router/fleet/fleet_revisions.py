@@ -71,7 +71,6 @@ class FleetRevisions:
         return [place for place, worker_id in enumerate(workers.worker_ids) if self._workers.get(worker_id) == revision]
 
     def is_gone(self, revision: str) -> bool:
-        """Whether there are workers, and none of this revision will come back."""
         return bool(self._workers) and revision not in self._workers.values()
 
     def successor(self, revision: str) -> str | None:

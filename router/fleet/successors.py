@@ -47,7 +47,6 @@ class Successors:
         self._joined.discard(worker_id)
 
     def of(self, role: WorkerRole | None) -> Sequence[str]:
-        """A phrase with the progress of each successor, of one pool or of all (None)."""
         return [
             f"{worker_id} is starting" + (f" ({_progress(successor)})" if successor.loaded else "")
             for worker_id, successor in self._starting.items()
@@ -55,7 +54,6 @@ class Successors:
         ]
 
     def reason(self, worker_id: str) -> str:
-        """The text of `baton status` for a worker that is away; "" if no process of it is being started."""
         successor = self._starting.get(worker_id)
         if successor is None:
             return ""

@@ -155,7 +155,6 @@ class Updates:
             self._reader.set_result(None)
 
     def _joined(self, first: SequenceUpdate) -> SequenceUpdate:
-        """The update joined with all queued ones, up to an end or to an item that is no token."""
         waiting, parts = self._waiting, [first]
         while waiting and parts[-1].finish_reason is None and parts[-1].error is None:
             following = waiting[0]
@@ -296,8 +295,7 @@ class WorkerClient:
     # -- control -------------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: ReserveRequest) -> Ticket:
-        """Reserves blocks for one request. If it is cancelled, the blocks are released as soon as the worker has
-        answered."""
+        """If it is cancelled, the blocks are released as soon as the worker has answered."""
         call = asyncio.create_task(
             self._call(self._stub.Reserve, self._encoding.value(request), self._control_timeout_s)
         )

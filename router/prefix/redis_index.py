@@ -137,7 +137,6 @@ class RedisFeed(Feed):
         self._scribes.pop(worker_id, None)
 
     def writes_for(self, worker_id: str) -> bool:
-        """Whether Redis has all of the worker's events from this gateway, except those being sent."""
         scribe = self._scribes.get(worker_id)
         return scribe is not None and scribe.writing and not scribe.snapshot_due
 
@@ -273,7 +272,6 @@ class RedisFeed(Feed):
                 await self._load(entry.worker_id)
 
     def _heard_of(self, entry: EventEntry) -> bool:
-        """Applies an entry of events; False if events before it are missing."""
         try:
             return self.receive_shared(entry.worker_id, entry.message())
         except UNREADABLE as error:
@@ -326,7 +324,7 @@ class RedisFeed(Feed):
             scribe.writing = scribe.snapshot_due = True
 
     async def _bury(self) -> None:
-        """Removes workers for which no gateway has written for a whole lease: they have ended without a successor."""
+        """Removes workers for which no gateway has written for a whole lease: they have no successor."""
         now = loop_time()
         unconnected = {*self.worker_ids, *await self._worker_ids()} - self._scribes.keys()
         holders = await self._store.holders(sorted(unconnected))

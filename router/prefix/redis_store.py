@@ -297,7 +297,6 @@ def _entries(messages: Sequence[KVEvents]) -> Iterator[KVEvents]:
 
 
 def _pieces(incarnation: int, first_seq: int, events: Sequence[KVEvent], num_blocks_each: int) -> Iterator[KVEvents]:
-    """The events in messages of so many blocks, unless one event has more."""
     start = size = 0
     for stop, event in enumerate(events, 1):
         size += num_blocks(event)

@@ -163,7 +163,6 @@ class WorkerSet:
 
     @cached_property
     def decode_pool(self) -> WorkerSubset:
-        """The workers that decode: the prefill pool while there are no other workers."""
         return self._subset(lambda role: role is not WorkerRole.PREFILL or self.stands_in)
 
     @cached_property
@@ -176,7 +175,6 @@ class WorkerSet:
 
     @cached_property
     def role_numbers(self) -> tuple[Sequence[WorkerRole], Places]:
-        """The roles that occur, and for each worker the place of its role among them."""
         roles = tuple(dict.fromkeys(self.roles))
         return roles, np.array([roles.index(role) for role in self.roles], dtype=np.intp)
 
@@ -337,7 +335,6 @@ class CandidateTable:
         return CandidateTable(self.workers.take(places), self.values[:, places])
 
     def besides(self, worker_ids: Collection[str]) -> CandidateTable:
-        """The table without some workers, or the same table if no worker would be left."""
         others = [place for place, worker_id in enumerate(self.workers.worker_ids) if worker_id not in worker_ids]
         return self.take(others) if others and len(others) < len(self) else self
 
@@ -351,7 +348,6 @@ class CandidateTable:
 
     @property
     def prompt_pool(self) -> CandidateTable:
-        """The workers that compute prompts: the prefill pool if there is one."""
         return self.prefill_pool if len(self.workers.prefill_pool.workers) else self
 
     def _subset(self, subset: WorkerSubset) -> CandidateTable:

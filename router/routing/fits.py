@@ -26,7 +26,6 @@ class Decayed:
         return self._left(max(0.0, now - self._since_s) / self._half_life_s)
 
     def age(self, now: float) -> None:
-        """Ages the sums to the time `now`, as for one more observation. Call it before `add`."""
         self.sums = self._left(self._each + max(0.0, now - self._since_s) / self._half_life_s)
         self._since_s = now
 
@@ -61,8 +60,6 @@ class ErrorTracker:
         self.so_far = PredictionErrors()
 
     def observe(self, seconds: float, expected: float, *, sure: bool) -> float:
-        """Records an error and returns the seconds to learn from: the observed seconds, or the bound that an outlier
-        exceeds."""
         before, error = self.so_far, seconds - expected
         share = max(1 / (before.num_observed + 1), 1 - 0.5 ** (1 / HALF_COUNT))
         size = min(abs(error), 2 * OUTLIER * before.mean_s) if sure else abs(error)
@@ -169,7 +166,6 @@ class SlowdownFactor:
 
     @property
     def ratio(self) -> float:
-        """The factor; 1 without observations, or while the difference could be chance."""
         weight, _, expected_s, off_s, *_ = self._observed.sums
         if not expected_s:
             return 1.0

@@ -172,13 +172,10 @@ class Predictor:
         )
 
     def overhead_s(self, role: WorkerRole, *, now: float) -> float:
-        """Seconds that every recent first token took on idle workers of that role, besides its prefill; 0 while
-        unknown."""
         return self._overheads[role].at(now)
 
     @property
     def lanes(self) -> Mapping[str, LaneLatencies]:
-        """The measured lanes by prefill worker. The mapping changes later."""
         return self._lanes
 
     def errors(self) -> Mapping[str, tuple[PredictionErrors, PredictionErrors]]:
@@ -191,7 +188,6 @@ class Predictor:
         }
 
     def routed(self, worker_id: str, role: WorkerRole, num_tokens: int, *, beside: int, now: float) -> None:
-        """Records that a worker got a request with `num_tokens` to prefill, while it had `beside` other requests."""
         self._recent[role].give(worker_id, num_tokens + self._slowed_tokens(role, beside), now=now)
         self._changed[worker_id] = None
 
@@ -216,7 +212,6 @@ class Predictor:
     def saw_answer(
         self, worker_id: str, role: WorkerRole, *, num_sequences: float, num_tokens: int, seconds: float, now: float
     ) -> None:
-        """Records an answer whose tokens were `seconds` apart, decoded among `num_sequences` sequences."""
         pool = self._pools[role][1]
         if (prior := self._prior_of(worker_id)) is not None:
             pace = self._step.setdefault(worker_id, SlowdownFactor())
@@ -275,8 +270,6 @@ class Predictor:
         self._offered = _NOTHING_OFFERED
 
     def _prior_of(self, worker_id: str) -> _Prior | None:
-        """The expectations for a worker in the latest table with it, before its own observations; None for a worker
-        that was in no table or has left."""
         workers, priors = self._offered
         place = workers.places.get(worker_id)
         return self._priors.get(worker_id) if place is None else _prior(priors[place])

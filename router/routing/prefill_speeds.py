@@ -47,8 +47,6 @@ class PrefillSpeeds:
         return slower
 
     def crossed(self) -> Sequence[str]:
-        """Workers whose kind has changed with other workers' speeds since `slower` was last called, without
-        duplicates."""
         mean, (low, high) = self.mean, self._between
         if not mean or low < mean < high:
             return ()
@@ -84,7 +82,6 @@ def slowness(speed: Numbers, mean: Numbers) -> Numbers:
 
 
 def _kind(slower: float) -> int:
-    """The kind of a worker: slow (1), fast (-1) or like the others (0)."""
     return 1 if slower >= ALIKE else -1 if slower * ALIKE <= 1 else 0
 
 

@@ -58,7 +58,6 @@ def since_whole(clock: float) -> tuple[float, int]:
 
 
 def halved(share: Numbers, halvings: Numbers) -> Numbers:
-    """The share that remains after this number of whole halvings; `halvings` is negative."""
     if isinstance(share, np.ndarray):
         return np.ldexp(share, halvings.astype(np.intc))
     return math.ldexp(share, int(halvings))

@@ -43,8 +43,6 @@ def check_names(config: RouterConfig) -> None:
 
 
 def check_name(name: str, setting: str = "policy") -> None:
-    """Raises Misconfigured for an unknown policy. The message contains the setting and the nearest name, or all
-    names."""
     if name not in NAMES:
         near = nearest(name, NAMES)
         hint = f"did you mean {near}?" if near else f"choose one of {', '.join(NAMES)}"

@@ -37,7 +37,7 @@ def num_off_device(view: RequestView, candidates: WorkerNumbers[Numbers]) -> Num
 
 
 def load_s(candidates: WorkerNumbers[Numbers]) -> Numbers:
-    """Seconds until the host's tokens are on the device. A worker computes them instead where that takes less time."""
+    """A worker computes the host's tokens instead of loading them where that takes less time."""
     num_tokens = candidates.num_host_tokens
     loaded_s, computed_s = candidates.load_time(num_tokens), candidates.prefill_time.each_s * num_tokens
     return where(loaded_s < computed_s, loaded_s, computed_s)
@@ -51,7 +51,6 @@ def ttft_s(view: RequestView, candidates: WorkerNumbers[Numbers], load: Numbers)
 
 
 def tpot_s(candidates: WorkerNumbers[Numbers]) -> Numbers:
-    """Seconds between tokens, once the worker has one sequence more."""
     return candidates.step_time(candidates.num_requests + 1)
 
 

@@ -186,13 +186,11 @@ def _signs(text: str) -> Sequence[str]:
 
 
 def _cases_of(letters: Collection[str]) -> set[str]:
-    """Characters that a change of case turns into one of `letters`, or into text that contains one."""
     return {char for char, cases in _all_cases().items() if not cases.isdisjoint(letters)}
 
 
 @cache
 def _all_cases() -> Mapping[str, set[str]]:
-    """For each character with other cases: what it can become when its case is changed once or twice."""
     cases_of: dict[str, set[str]] = {}
     for start in range(_CASED.start, _CASED.stop, 256):
         block = "".join(map(chr, range(start, start + 256)))

@@ -101,7 +101,6 @@ class Tokenizer:
     async def encode_plain(
         self, texts: Sequence[str], controls: ControlTexts, *, add_special_tokens: bool
     ) -> list[tuple[int, ...]]:
-        """Like `encode`, but control tokens in the texts are read as ordinary text."""
         if self._rewritten.isdisjoint(controls.texts) and not any(map(controls.spans, texts)):
             return await self.encode(texts, add_special_tokens=add_special_tokens)
         return await self._encode_plain(texts, controls, (), add_special_tokens=add_special_tokens)
@@ -140,7 +139,6 @@ class Tokenizer:
         return -(-len(text) // self._max_token_chars) if self._max_token_chars else 0
 
     def token_text(self, token_id: int) -> str:
-        """A token on its own; U+FFFD stands where it holds part of a character."""
         return self.vocabulary.bytes_of(token_id).decode("utf-8", "replace")
 
 
