@@ -33,7 +33,7 @@ from router.endpoint import Endpoint, Face
 from router.gateway import Gateway
 from router.http.api import OPENAI, api_of
 from router.http.error_responses import error_response, json_response
-from router.http.middleware import BUDGET, REQUEST_ID, Authenticate, BodyLimit, HeadLimit, OwnPages, RequestId
+from router.http.middleware import BUDGET, REQUEST_ID, Gate, RequestId
 from router.http.sse import EventStream
 from router.message_batches.message_batch_routes import MESSAGE_BATCHES_FACE
 from router.ollama.ollama_api import OLLAMA_FACE
@@ -130,10 +130,17 @@ def _layers(gateway: Gateway) -> list[Middleware]:
     http = gateway.http
     layers = [
         Middleware(RequestId, apis=_APIS),
-        Middleware(HeadLimit, max_bytes=MAX_HEAD_BYTES),
-        Middleware(OwnPages, access=gateway.access, origins=http.origins, hosts=http.names),
-        Middleware(Authenticate, access=gateway.access, paths=_WITH_KEY),
-        Middleware(BodyLimit, max_bytes=http.max_body_bytes, timeout_s=http.body_timeout_s, uploads=_uploads(gateway)),
+        Middleware(
+            Gate,
+            access=gateway.access,
+            paths=_WITH_KEY,
+            max_head_bytes=MAX_HEAD_BYTES,
+            max_bytes=http.max_body_bytes,
+            timeout_s=http.body_timeout_s,
+            uploads=_uploads(gateway),
+            origins=http.origins,
+            hosts=http.names,
+        ),
     ]
     if http.origins:
         # First: a browser's preflight has no key, and must be able to read a refusal.

@@ -20,7 +20,6 @@ from protos.errors import (
     HeadersTooLarge,
     PayloadTooLarge,
     RequestTimeout,
-    Unauthenticated,
     UnsupportedMediaType,
 )
 from protos.event_loop import loop_time
@@ -172,59 +171,85 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
     )
 
 
-class HeadLimit:
-    """Refuses a head of more than `max_bytes` with 431. The server has read it already; the application need not."""
+class Gate:
+    """Answers requests that no handler may see, and gives those below `paths` their tenant (`tenant_of`).
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
+    - A head of more than `max_head_bytes`: 431. The server has read it already; the application need not.
+    - Pages of other sites, while there are no tenants: the address alone protects this gateway then, and browsers reach
+      it for every page that they show. Such a page may send nothing, nor come by a name of its own that leads here (DNS
+      rebinding), which has a dot in it. Requests under /admin have bodies of JSON, which a browser sends to another
+      origin only if that allows it.
+    - A key that is not known: 401.
+    - A body of more than `max_bytes`: 413, immediately if its length is announced, else when it is exceeded. The server
+      drops what the client sends after that. `uploads`: paths that take larger bodies, with the bytes of each.
+    - A body that is incomplete `timeout_s` after its head, or an upload of which no piece came for so long: 408.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
-            if size > self._max_bytes:
-                problem = f"The headers and the path have {size} bytes: at most {self._max_bytes} are read"
-                await error_response(HeadersTooLarge(problem), api_of(scope))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class OwnPages:
-    """Without tenants the address alone protects this gateway, and browsers reach it for every page that they show: a
-    foreign page may send nothing, nor come by a name of its own that leads here (DNS rebinding), which has a dot in it.
-    Requests under /admin have bodies of JSON, which a browser sends to another origin only if that allows it."""
-
-    def __init__(self, app: ASGIApp, *, access: AccessControl, origins: Sequence[str], hosts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access: AccessControl,
+        paths: tuple[str, ...],
+        max_head_bytes: int,
+        max_bytes: int,
+        timeout_s: float,
+        uploads: Mapping[str, int] | None = None,
+        origins: Sequence[str] = (),
+        hosts: Sequence[str] = (),
+    ) -> None:
         self._app = app
         self._access = access
+        self._paths = paths
+        self._max_head_bytes = max_head_bytes
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._uploads = uploads or {}
         self._origins = frozenset(origins)
         own = socket.gethostname()
         self._names = {name.lower() for name in (own, f"{own}.local", *hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._access.roster.is_open and (refusal := self._refusal(scope)) is not None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_head(scope)
+            if self._access.roster.is_open:
+                self._check_origin(scope)
+            if scope["path"].startswith(self._paths) and not scope["path"].startswith(_FOR_ADMINS):
+                tenant = scope.setdefault("state", {})["tenant"] = self._access.identify(_authorization(scope))
+                if notice := self._access.budgets.notice(tenant):
+                    send = _with_header(send, BUDGET.encode(), notice.encode())
+            receive = self._limited(scope, receive)
+        except BatonError as refusal:
             await error_response(refusal, api_of(scope))(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> BatonError | None:
+    def _check_head(self, scope: Scope) -> None:
+        size = sum(len(name) + len(value) for name, value in scope["headers"]) + len(scope["raw_path"])
+        if size > self._max_head_bytes:
+            problem = f"The headers and the path have {size} bytes: at most {self._max_head_bytes} are read"
+            raise HeadersTooLarge(problem)
+
+    def _check_origin(self, scope: Scope) -> None:
         host, origin = header_of(scope, b"host").lower(), header_of(scope, b"origin")
         if host and not self._is_own(host):
-            return Forbidden(
+            raise Forbidden(
                 f"The header 'Host' is {host[:100]!r}, no address or name of this gateway: use one, or add the name to "
                 "router.http.hosts"
             )
         is_foreign = origin and origin.lower().partition("://")[2] != host
         if is_foreign and not self._origins & {"*", origin}:
-            return Forbidden(
+            raise Forbidden(
                 f"The header 'Origin' is {origin[:100]!r}: pages of other origins may send nothing to a gateway "
                 "without tenants; add it to router.http.cors_origins if this one may"
             )
         kind, has_body = header_of(scope, b"content-type"), header_of(scope, b"content-length") not in ("", "0")
         has_body = has_body or find_header(scope, b"transfer-encoding") is not None
         if scope["path"].startswith("/admin") and has_body and kind.partition(";")[0].strip().lower() != _JSON:
-            return UnsupportedMediaType(f"The body's 'Content-Type' is {kind[:100]!r}: send {_JSON}")
-        return None
+            raise UnsupportedMediaType(f"The body's 'Content-Type' is {kind[:100]!r}: send {_JSON}")
 
     def _is_own(self, host: str) -> bool:
         name = re.sub(r":\d*$", "", host).strip("[]")
@@ -235,33 +260,41 @@ class OwnPages:
         except ValueError:
             return False
 
+    def _limited(self, scope: Scope, receive: Receive) -> Receive:
+        """Raises PayloadTooLarge; so does the new `receive`, and RequestTimeout."""
+        announced = header_of(scope, b"content-length")
+        is_upload = scope["path"] in self._uploads
+        max_bytes = self._uploads[scope["path"]] if is_upload else self._max_bytes
+        if announced.isdigit() and _is_more(announced, max_bytes):
+            raise _too_large(f"of {announced.lstrip('0')[:32]} bytes", max_bytes)
+        due_s = loop_time() + self._timeout_s
+        seen, is_whole = 0, False
+        channel = channel_of(scope)
 
-class Authenticate:
-    """Gives the requests of the API their tenant (`tenant_of`), and refuses those whose key is not known with 401.
-
-    `paths`: the beginnings of the API's. Others are open, but for those that need an administrator's key.
-    """
-
-    def __init__(self, app: ASGIApp, *, access: AccessControl, paths: tuple[str, ...]) -> None:
-        self._app = app
-        self._access = access
-        self._paths = paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] == "http"
-            and scope["path"].startswith(self._paths)
-            and not scope["path"].startswith(_FOR_ADMINS)
-        ):
+        async def limited() -> Message:
+            nonlocal seen, is_whole, due_s
+            if is_whole:  # from here on only a disconnect is awaited
+                return await receive()
             try:
-                tenant = self._access.identify(_authorization(scope))
-            except Unauthenticated as error:
-                await error_response(error, api_of(scope))(scope, receive, send)
-                return
-            scope.setdefault("state", {})["tenant"] = tenant
-            if notice := self._access.budgets.notice(tenant):
-                send = _with_header(send, BUDGET.encode(), notice.encode())
-        await self._app(scope, receive, send)
+                if channel is not None and channel.has_all:  # the usual case: nothing to wait for
+                    message = await receive()
+                else:
+                    async with asyncio.timeout_at(due_s):
+                        message = await receive()
+            except TimeoutError:
+                raise RequestTimeout(
+                    f"The body had no end within {self._timeout_s:g} s of its headers ({seen} bytes came): send it "
+                    "faster"
+                ) from None
+            seen += len(message.get("body", b""))
+            if is_upload:
+                due_s = loop_time() + self._timeout_s
+            is_whole = not message.get("more_body", False)
+            if seen > max_bytes:
+                raise _too_large("sent", max_bytes)
+            return message
+
+        return limited
 
 
 def _with_header(send: Send, name: bytes, value: bytes) -> Send:
@@ -282,67 +315,8 @@ def _authorization(scope: Scope) -> str:
     return f"Bearer {key}" if key else ""
 
 
-class BodyLimit:
-    """Refuses a body of more than `max_bytes` with 413: immediately if its length is announced, else when it is
-    exceeded. Refuses a body that is incomplete `timeout_s` after its head with 408, and closes the connection.
-
-    `uploads`: paths that take larger bodies, with the bytes of each. They have `timeout_s` for each piece, not for all.
-
-    Data that the client sends after a 413 is dropped by the server without being stored.
-    """
-
-    def __init__(
-        self, app: ASGIApp, *, max_bytes: int, timeout_s: float, uploads: Mapping[str, int] | None = None
-    ) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-        self._uploads = uploads or {}
-        self._timeout_s = timeout_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        announced = header_of(scope, b"content-length")
-        is_upload = scope["path"] in self._uploads
-        max_bytes = self._uploads[scope["path"]] if is_upload else self._max_bytes
-        if announced.isdigit() and _is_more(announced, max_bytes):
-            refusal = self._too_large(f"of {announced.lstrip('0')[:32]} bytes", max_bytes)
-            await error_response(refusal, api_of(scope))(scope, receive, send)
-            return
-        due_s = loop_time() + self._timeout_s
-        seen, is_whole = 0, False
-        channel = channel_of(scope)
-
-        async def limited() -> Message:
-            nonlocal seen, is_whole, due_s
-            if is_whole:  # from here on only a disconnect is awaited
-                return await receive()
-            try:
-                if channel is not None and channel.has_all:  # the usual case: nothing to wait for
-                    message = await receive()
-                else:
-                    async with asyncio.timeout_at(due_s):
-                        message = await receive()
-            except TimeoutError:
-                raise self._too_slow(seen) from None
-            seen += len(message.get("body", b""))
-            if is_upload:
-                due_s = loop_time() + self._timeout_s
-            is_whole = not message.get("more_body", False)
-            if seen > max_bytes:
-                raise self._too_large("sent", max_bytes)
-            return message
-
-        await self._app(scope, limited, send)
-
-    def _too_large(self, what: str, max_bytes: int) -> PayloadTooLarge:
-        return PayloadTooLarge(f"The body {what} is too large: at most {max_bytes} bytes are read")
-
-    def _too_slow(self, num_bytes: int) -> RequestTimeout:
-        return RequestTimeout(
-            f"The body had no end within {self._timeout_s:g} s of its headers ({num_bytes} bytes came): send it faster"
-        )
+def _too_large(what: str, max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The body {what} is too large: at most {max_bytes} bytes are read")
 
 
 def _is_more(digits: str, most: int) -> bool:

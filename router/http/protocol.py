@@ -1,6 +1,6 @@
 """uvicorn's protocol with limits on a request's head, and a `ResponseChannel` in the scope of each request.
 
-    opened ──▶ head ──▶ body (`router.http.middleware.BodyLimit`) ──▶ answer ──▶ idle (uvicorn) ──▶ the next head
+    opened ──▶ head ──▶ body (`router.http.middleware.Gate`) ──▶ answer ──▶ idle (uvicorn) ──▶ the next head
       └─ HEAD_S ─┘
 
 Data that is not a request never reaches the application: it is answered here, in the form of the API's errors.
@@ -28,7 +28,7 @@ HEAD_S = 30.0
 SPARE_FILES = 64
 """File descriptors that connections leave to workers' channels, databases and files."""
 MAX_UNENDED_HEAD_BYTES = 512 * 1024
-"""More bytes than the largest head plus one read: `middleware.HeadLimit` counts heads that are complete exactly."""
+"""More bytes than the largest head plus one read: `middleware.Gate` counts heads that are complete exactly."""
 
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 """The offer to speak another protocol, which Java's client makes with each request: the parser would take the body for

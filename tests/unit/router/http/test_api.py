@@ -18,7 +18,7 @@ from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
 from router.http.api import OPENAI, Api
 from router.http.framing import named_event
-from router.http.middleware import Authenticate, BodyLimit, HeadLimit, RequestId, received_body
+from router.http.middleware import Gate, RequestId, received_body
 from router.http.sse import EventStream
 from router.request_metrics import RequestMetrics
 
@@ -63,9 +63,9 @@ def client(tmp_path: Any) -> httpx.AsyncClient:
         ],
         middleware=[
             Middleware(RequestId, apis=(OTHER,)),
-            Middleware(HeadLimit, max_bytes=4096),
-            Middleware(Authenticate, access=AccessControl(path), paths=("/v1/",)),
-            Middleware(BodyLimit, max_bytes=100, timeout_s=60),
+            Middleware(
+                Gate, access=AccessControl(path), paths=("/v1/",), max_head_bytes=4096, max_bytes=100, timeout_s=60
+            ),
         ],
     )
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
