@@ -4,7 +4,7 @@ JSON Schema. Fields that are not listed are accepted: clients send those of the 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
 
@@ -134,7 +134,6 @@ class PromptBody(Body):
     """The parts of a prompt; the whole body of `count_tokens`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
-    branches: ClassVar[frozenset[str]] = Body.branches | {"list[dict[str,any]]"}
 
     model: str = Field(description="the name of a served model")
     messages: Annotated[Objects, WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE})] = Field(

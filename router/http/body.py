@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
@@ -22,6 +22,11 @@ from router.text.sampling_request import RANGES, SamplingRequest
 
 MAX_TTFT_MS = "x-baton-max-ttft-ms"
 MAX_NAME_CHARS = 100  # names that an answer repeats
+
+_BRANCH = re.compile(r"str|int|float|bool|.*\[.*", re.DOTALL)
+"""pydantic's names of the members of a union that are no bodies."""
+_PARTS = re.compile(r"list\[(tagged-union|[A-Z])")
+"""Its names of lists of bodies."""
 
 _Body = TypeVar("_Body", bound=Body)
 
@@ -73,18 +78,18 @@ def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:
 
 
 def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
-    """The first thing wrong; of a message's content, the part that is wrong rather than that it is no string."""
-    found = error.errors(include_url=False, include_context=False)
-    first = next((one for one in found if kind.lists_of_parts & set(one["loc"][:-1])), found[0])
-    path, known = _path(first["loc"], kind)
-    if first["type"] == "extra_forbidden":
+    """The first thing wrong; of a list of parts, the part that is wrong rather than that it is no string."""
+    errors = error.errors(include_url=False, include_context=False)
+    first = next((one for one in errors if any(_PARTS.match(str(step)) for step in one["loc"][:-1])), errors[0])
+    is_unknown = first["type"] == "extra_forbidden"
+    path, owner, expected = _place(first["loc"], kind, is_unknown=is_unknown)
+    if is_unknown:
         name = str(first["loc"][-1])[:MAX_NAME_CHARS]
-        return InvalidRequest(f"Unknown parameter: '{path}'.{_hint(name, known, kind)}", param=path)
+        return InvalidRequest(f"Unknown parameter: '{path}'.{_hint(name, owner, kind)}", param=path)
     if first["type"] == "missing":
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
-    expected = _expected(first["loc"], kind) or first["msg"]
-    given = TOO_DEEP if TOO_DEEP in first["msg"] else shown(first["input"])
-    return InvalidRequest(f"'{path}' is {given}: it must be {expected}", param=path)
+    value = TOO_DEEP if TOO_DEEP in first["msg"] else shown(first["input"])
+    return InvalidRequest(f"'{path}' is {value}: it must be {expected or first['msg']}", param=path)
 
 
 def _hint(name: str, known: type[Body], kind: type[Body]) -> str:
@@ -95,28 +100,31 @@ def _hint(name: str, known: type[Body], kind: type[Body]) -> str:
     return f" Did you mean '{close}'?" if close else ""
 
 
-def _path(loc: tuple[int | str, ...], kind: type[Body]) -> tuple[str, type[Body]]:
-    """`messages[0].content` and the model it is a field of; the names of union branches are left out."""
-    path, known = "", kind
-    for step in loc:
+def _place(loc: tuple[int | str, ...], kind: type[Body], *, is_unknown: bool) -> tuple[str, type[Body], str | None]:
+    """`messages[0].content`, the model that it is a field of, and what its value must be. Steps between that are names
+    of a union's members are left out."""
+    path, owner, expected = "", kind, None
+    members: dict[str, type[Body]] = {}
+    for number, step in enumerate(loc, 1):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif field_of(known, step) or step == loc[-1]:
-            if step in kind.branches:
-                continue
-            path += f".{step[:MAX_NAME_CHARS]}" if path else step[:MAX_NAME_CHARS]
-            known = _inside(known, step)
-    return path, known
+        elif step in members:
+            owner = members[step]
+        elif (field := field_of(owner, step)) is not None:
+            path, expected = _joined(path, step), field.description
+            members = {member.__name__: member for member in _bodies(field.annotation)}
+            owner = next(iter(members.values()), kind)
+        elif number == len(loc) and (is_unknown or not _BRANCH.fullmatch(step)):
+            path = _joined(path, step)
+    return path, owner, expected
 
 
-@cache
-def _inside(kind: type[Body], name: str) -> type[Body]:
-    """The bodies that a field holds; `kind` itself where it holds none."""
-    field = field_of(kind, name)
-    return next(_bodies(field.annotation), kind) if field is not None else kind
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name[:MAX_NAME_CHARS]}" if path else name[:MAX_NAME_CHARS]
 
 
 def _bodies(annotation: Any) -> Iterator[type[Body]]:
+    """The bodies that a field holds."""
     if isinstance(annotation, type) and issubclass(annotation, Body):
         yield annotation
     for part in get_args(annotation):
@@ -125,15 +133,6 @@ def _bodies(annotation: Any) -> Iterator[type[Body]]:
 
 def field_of(kind: type[Body], name: str) -> FieldInfo | None:
     return next((field for own, field in kind.model_fields.items() if name in (own, field.alias)), None)
-
-
-def _expected(loc: tuple[int | str, ...], kind: type[Body]) -> str | None:
-    described, known = None, kind
-    for step in loc:
-        if isinstance(step, str) and (field := field_of(known, step)) is not None:
-            described = field.description
-            known = _inside(known, step)
-    return described
 
 
 def shown(value: Any) -> str:

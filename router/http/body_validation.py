@@ -83,16 +83,12 @@ class Body(BaseModel):
 
     - `harmless`: parameters that are accepted where they change nothing
     - `id_lists`: parameters that may be lists of integers, which are read again where they are not (8.0)
-    - `branches`: pydantic's names of the members of unions, which no error repeats; `lists_of_parts` are those of lists
-      whose members are named by an error rather than the list
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     harmless: ClassVar[Mapping[str, Harmless]] = {}
     id_lists: ClassVar[tuple[str, ...]] = ()
-    branches: ClassVar[frozenset[str]] = frozenset({"str", "int", "float", "bool", "list[str]"})
-    lists_of_parts: ClassVar[frozenset[str | int]] = frozenset()
 
     @classmethod
     def prepare(cls, found: Mapping[str, Any]) -> dict[str, Any]:

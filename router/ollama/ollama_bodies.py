@@ -102,12 +102,6 @@ _NAMES = {name: f"options.{name}" for name in ("temperature", "top_p", "top_k", 
 
 class OllamaBody(Body):
     model_config = ConfigDict(extra="allow", strict=True)
-    branches: ClassVar[frozenset[str]] = Body.branches | {
-        "dict[str,any]",
-        "list[dict[str,any]]",
-        "literal['json','']",
-        "literal['low','medium','high']",
-    }
 
     model: str = Field(description="the name of a served model")
     format: Literal["json", ""] | Schema | None = Field(default=None, description="json or a JSON Schema")

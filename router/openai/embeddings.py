@@ -33,7 +33,6 @@ Vector = NDArray[np.float32]
 class EmbeddingBody(Body):
     """The last block is Baton's own."""
 
-    branches: ClassVar[frozenset[str]] = Body.branches | {"list[int]", "list[list[int]]"}
     id_lists: ClassVar[tuple[str, ...]] = ("input",)
 
     model: str = Field(description="the name of a served model")

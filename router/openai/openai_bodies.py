@@ -69,12 +69,7 @@ _STOP: dict[str, Any] = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
 class SamplingBody(Body):
     """Parameters of both chat and completions; the last block is vLLM's."""
 
-    branches: ClassVar[frozenset[str]] = Body.branches | {
-        "list[int]", "list[list[int]]", "list[TextPart]", "literal['none','auto','required']", "NamedTool",
-        "AllowedTools",
-    }  # fmt: skip
     id_lists: ClassVar[tuple[str, ...]] = ("prompt", "stop_token_ids")
-    lists_of_parts: ClassVar[frozenset[str | int]] = frozenset({"list[TextPart]"})
 
     @classmethod
     def hint(cls, name: str, known: type[Body]) -> str:
@@ -345,9 +340,6 @@ class CompletionBody(SamplingBody):
 class TokenizeBody(Body):
     """Either `prompt` or `messages`."""
 
-    branches: ClassVar[frozenset[str]] = SamplingBody.branches
-    lists_of_parts: ClassVar[frozenset[str | int]] = SamplingBody.lists_of_parts
-
     model: str | None = Field(default=None, description="the name of a served model")
     prompt: str | None = Field(default=None, description="a string")
     messages: Annotated[list[ChatMessage], FirstWrong()] | None = Field(
@@ -372,7 +364,6 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     id_lists: ClassVar[tuple[str, ...]] = ("tokens",)
-    branches: ClassVar[frozenset[str]] = SamplingBody.branches
     model: str | None = Field(default=None, description="the name of a served model")
     tokens: Ids = Field(description="a list of token ids")
 

@@ -104,7 +104,6 @@ class InputBody(Body):
     """The parts of a prompt; the whole body of `input_tokens`."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_described)
-    branches: ClassVar[frozenset[str]] = Body.branches | {"list[dict[str,any]]", "dict[str,any]"}
     harmless: ClassVar[Mapping[str, Harmless]] = REFUSALS
 
     model: str = Field(description="the name of a served model")
