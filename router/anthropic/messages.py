@@ -12,11 +12,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protos.hints import listed
 from protos.values import FinishReason
 from router.anthropic.message_blocks import conversation_of, is_prefilled, messages_tooling
-from router.anthropic.messages_body import MessagesBody, PromptBody
-from router.conversation.parts import Ignored, wrong
+from router.anthropic.messages_body import MessagesBody, PromptBody, ThinkingConfig
+from router.conversation.parts import Ignored
 from router.conversation.rendering import Events, TurnRenderer, send
 from router.conversation.thinking import Thinking, knows_effort, thinking_options
 from router.conversation.tooling import Tooling, call_input
@@ -33,7 +32,6 @@ from router.tools.calls import CallDelta
 from router.tools.formats import new_call_id
 
 _PING = {"type": "ping"}
-_THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 
 
 async def messages(gateway: Gateway, request: Request) -> Response | EventStream:
@@ -59,11 +57,8 @@ def _turn(gateway: Gateway, body: PromptBody, sampling: SamplingRequest, ignored
     conversation = conversation_of(body, ignored)
     tooling = messages_tooling(body, gateway, ignored)
     shows_reasoning, options = _thinking(gateway, body, ignored)
-    if body.output_config is not None:
-        for name in body.output_config.model_extra or {}:
-            ignored.add(f"output_config.{name}")
-    for name in body.model_extra or {}:
-        ignored.add(name)
+    ignored.add_unlisted(body.output_config, "output_config.")
+    ignored.add_unlisted(body)
     return ConversationTurn(
         messages=conversation,
         sampling=sampling,
@@ -77,21 +72,18 @@ def _turn(gateway: Gateway, body: PromptBody, sampling: SamplingRequest, ignored
 def _thinking(gateway: Gateway, body: PromptBody, ignored: Ignored) -> tuple[bool, Mapping[str, Any] | None]:
     """Whether reasoning is shown, and variables of the chat template. In this API a model reasons on request only: the
     reasoning of one that cannot be kept from it is left out."""
-    given = body.thinking or {}
-    kind, effort = given.get("type", "disabled"), body.output_config.effort if body.output_config is not None else None
-    if kind not in _THINKING:
-        raise wrong("thinking.type", kind, listed(_THINKING))
-    is_on = kind != "disabled"
+    thinking = body.thinking or ThinkingConfig()
+    effort = body.output_config.effort if body.output_config is not None else None
+    is_on = thinking.type != "disabled"
     if is_on and gateway.texts.reasoning is None:
         ignored.add("thinking")
     elif is_on:
-        for name in given.keys() - {"type", "display"}:
-            ignored.add(f"thinking.{name}")
+        ignored.add_unlisted(thinking, "thinking.")
     if effort is not None and (not is_on or not knows_effort(gateway)):
         ignored.add("output_config.effort")
         effort = None
     options = thinking_options(gateway, Thinking(is_on=is_on, effort=effort))
-    return is_on and given.get("display") != "omitted", options
+    return is_on and thinking.display != "omitted", options
 
 
 class _MessageRenderer(TurnRenderer):

@@ -1,158 +1,146 @@
-"""The bodies of requests. Messages, tools and their blocks are read in `router.anthropic.message_blocks`; this is their
-JSON Schema. Fields that are not listed are accepted: clients send those of the API's latest beta.
-"""
+"""The bodies of requests, the parts of messages among them."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import Field
 
-from router.conversation.schema_parts import STRING, TOOLS, Objects, function_schema, tools_list
-from router.http.body_validation import Body, FirstWrong, Schema, at_most, ranged
+from router.conversation.functions import MAX_TOOLS, TOOLS, FunctionSpec, Parameters, parameters_field
+from router.http.body_validation import ByKind, FirstWrong, OpenBody, OtherPart, Schema, at_most, ranged
 from router.text.sampling_request import MAX_STOP_CHARS, MAX_STOPS, SamplingRequest
 
-_TEXT = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": STRING, "cache_control": {"type": ["object", "null"]}},
-}
-_TEXTS = {"anyOf": [STRING, {"type": "array", "items": _TEXT}]}
-_THOUGHT = {
-    "type": "object",
-    "required": ["type", "thinking"],
-    "properties": {"type": {"const": "thinking"}, "thinking": STRING},
-}
-_CALL = {
-    "type": "object",
-    "required": ["type", "id", "name", "input"],
-    "properties": {"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": {"type": "object"}},
-}
-_SEARCHED = {
-    "type": "object",
-    "required": ["type", "source", "title", "content"],
-    "properties": {
-        "type": {"const": "search_result"}, "source": STRING, "title": STRING,
-        "content": {"type": "array", "items": _TEXT},
-    },
-}  # fmt: skip
-_DOCUMENT = {
-    "type": "object",
-    "required": ["type", "source"],
-    "properties": {
-        "type": {"const": "document"},
-        "title": {"type": ["string", "null"]},
-        "context": {"type": ["string", "null"]},
-        "source": {
-            "anyOf": [
-                {
-                    "type": "object",
-                    "required": ["type", "data"],
-                    "properties": {"type": {"const": "text"}, "data": STRING},
-                },
-                {
-                    "type": "object",
-                    "required": ["type", "content"],
-                    "properties": {"type": {"const": "content"}, "content": _TEXTS},
-                },
-            ]
-        },
-    },
-}
-_REFERENCE = {
-    "type": "object",
-    "required": ["type", "tool_name"],
-    "properties": {"type": {"const": "tool_reference"}, "tool_name": STRING},
-}
-_READ = (_TEXT, _SEARCHED, _DOCUMENT, _REFERENCE)
-_RESULT = {
-    "type": "object",
-    "required": ["type", "tool_use_id"],
-    "properties": {
-        "type": {"const": "tool_result"},
-        "tool_use_id": STRING,
-        "content": {"anyOf": [STRING, {"type": "array", "items": {"anyOf": list(_READ)}}, {"type": "null"}]},
-    },
-}
+
+class TextBlock(OpenBody):
+    """`cache_control` changes nothing: every prompt is cached."""
+
+    type: Literal["text"]
+    text: str = Field(description="a string")
+    cache_control: dict[str, Any] | None = Field(default=None, description='an object such as {"type": "ephemeral"}')
 
 
-def _turn(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
-    content = {"anyOf": [STRING, {"type": "array", "items": {"anyOf": list(blocks)}}]}
-    return {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {"role": {"const": role}, "content": content},
-    }
+Texts = Annotated[list[Annotated[TextBlock | OtherPart, ByKind()]], FirstWrong()]
 
 
-_MESSAGE = {
-    "anyOf": [_turn("user", *_READ, _RESULT), _turn("assistant", _TEXT, _THOUGHT, _CALL), _turn("system", _TEXT)]
-}
-_TOOL = function_schema("input_schema", needs_schema=True)
-_TOOL["properties"]["type"] = {"enum": ["custom", None]}
-_CHOICE = {
-    "type": ["object", "null"],
-    "required": ["type"],
-    "properties": {
-        "type": {"enum": ["auto", "any", "tool", "none"]},
-        "name": STRING,
-        "disable_parallel_tool_use": {"type": ["boolean", "null"]},
-    },
-}
-
-_THINKING = {
-    "type": ["object", "null"],
-    "properties": {"type": {"enum": ["enabled", "adaptive", "between_tools", "disabled"]}},
-}
+class ThinkingBlock(OpenBody):
+    type: Literal["thinking"]
+    thinking: str = Field(description="a string")
 
 
-class ToolChosen(Body):
-    model_config = ConfigDict(extra="allow", strict=True)
+class ToolUseBlock(OpenBody):
+    type: Literal["tool_use"]
+    id: str = Field(description="a string")
+    name: str = Field(description="a string")
+    input: dict[str, Any] = Field(description="an object")
 
+
+class SearchResultBlock(OpenBody):
+    type: Literal["search_result"]
+    title: str = Field(description="a string")
+    source: str = Field(description="a string")
+    content: Texts = Field(description="a list of objects")
+
+
+class TextSource(OpenBody):
+    type: Literal["text"]
+    data: str = Field(description="a string")
+
+
+class ContentSource(OpenBody):
+    type: Literal["content"]
+    content: str | Texts = Field(description="a string or a list of objects")
+
+
+class DocumentBlock(OpenBody):
+    type: Literal["document"]
+    title: str | None = Field(default=None, description="a string")
+    context: str | None = Field(default=None, description="a string")
+    source: Annotated[TextSource | ContentSource | OtherPart, ByKind()] = Field(description="an object")
+
+
+class ToolReferenceBlock(OpenBody):
+    type: Literal["tool_reference"]
+    tool_name: str = Field(description="a string")
+
+
+ReadBlock = TextBlock | SearchResultBlock | DocumentBlock | ToolReferenceBlock
+
+
+class ToolResultBlock(OpenBody):
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(description="a string")
+    is_error: Any = None
+    content: str | Annotated[list[Annotated[ReadBlock | OtherPart, ByKind()]], FirstWrong()] | None = Field(
+        default=None, description="a string or a list of objects"
+    )
+
+
+class UserTurn(OpenBody):
+    role: Literal["user"]
+    content: str | Annotated[list[Annotated[ReadBlock | ToolResultBlock | OtherPart, ByKind()]], FirstWrong()] = Field(
+        description="a string or a list of blocks"
+    )
+
+
+class AssistantTurn(OpenBody):
+    role: Literal["assistant"]
+    content: (
+        str | Annotated[list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock | OtherPart, ByKind()]], FirstWrong()]
+    ) = Field(description="a string or a list of blocks")
+
+
+class SystemTurn(OpenBody):
+    role: Literal["system"]
+    content: str | Texts = Field(description="a string or a list of blocks")
+
+
+class AnthropicTool(FunctionSpec):
+    type: Literal["custom"] | None = None
+    parameters: Parameters = parameters_field(..., alias="input_schema")
+
+
+class ToolChosen(OpenBody):
     type: Literal["auto", "any", "tool", "none"] = Field(description="auto, any, tool or none")
     name: str | None = Field(default=None, description="the name of one of the tools")
     disable_parallel_tool_use: bool | None = Field(default=None, description="true or false")
 
 
-class OutputFormat(Body):
-    model_config = ConfigDict(extra="allow", strict=True)
-
+class OutputFormat(OpenBody):
     type: Literal["json_schema"] = Field(description="json_schema")
     schema_: Schema = Field(alias="schema")
 
 
-class OutputConfig(Body):
-    model_config = ConfigDict(extra="allow", strict=True)
-
+class OutputConfig(OpenBody):
     format: OutputFormat | None = Field(default=None, description='an object: {"type": "json_schema", "schema": {...}}')
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         default=None, description="low, medium, high, xhigh or max"
     )
 
 
-class PromptBody(Body):
+class ThinkingConfig(OpenBody):
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"] = Field(
+        default="disabled", description="enabled, adaptive, between_tools, disabled"
+    )
+    display: Any = None
+
+
+class PromptBody(OpenBody):
     """The parts of a prompt; the whole body of `count_tokens`."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
-
     model: str = Field(description="the name of a served model")
-    messages: Annotated[Objects, WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE})] = Field(
-        min_length=1, description="a list of at least one message"
+    messages: Annotated[
+        list[Annotated[UserTurn | AssistantTurn | SystemTurn | OtherPart, ByKind("role")]], FirstWrong()
+    ] = Field(min_length=1, description="a list of at least one message")
+    system: str | Texts | None = Field(default=None, description="a string or a list of text blocks")
+    tools: Annotated[list[Annotated[AnthropicTool | OtherPart, ByKind()]] | None, FirstWrong(), at_most(MAX_TOOLS)] = (
+        TOOLS
     )
-    system: Annotated[str | Objects | None, WithJsonSchema({"anyOf": [*_TEXTS["anyOf"], {"type": "null"}]})] = Field(
-        default=None, description="a string or a list of text blocks"
-    )
-    tools: Annotated[Objects | None, *tools_list(_TOOL)] = TOOLS
-    tool_choice: Annotated[ToolChosen | None, WithJsonSchema(_CHOICE)] = Field(
-        default=None, description='an object such as {"type": "auto"}'
-    )
+    tool_choice: ToolChosen | None = Field(default=None, description='an object such as {"type": "auto"}')
     output_config: OutputConfig | None = Field(default=None, description="an object")
     output_format: OutputFormat | None = Field(
         default=None, description='an object: {"type": "json_schema", "schema": {...}}'
     )
-    thinking: Annotated[dict[str, Any] | None, WithJsonSchema(_THINKING)] = Field(
-        default=None, description='an object such as {"type": "enabled"}'
-    )
+    thinking: ThinkingConfig | None = Field(default=None, description='an object such as {"type": "enabled"}')
     cache_control: dict[str, Any] | None = Field(default=None, description="an object: all is cached")
 
 

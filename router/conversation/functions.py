@@ -1,40 +1,48 @@
-"""Functions that a request offers to the model, read as `parts`."""
+"""Functions that a request offers to the model."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from router.conversation.parts import object_in, text_in, wrong
-from router.http.body_validation import MAX_DEPTH, shallow
+from pydantic import AfterValidator, Field
+
+from router.http.body_validation import MAX_DEPTH, OpenBody, Schema
 from router.tools.calls import Function
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}", re.ASCII)
+MAX_TOOLS = 512
+TOOLS: Any = Field(default=None, max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} tools")
 
 
-def function_in(
-    tool: Mapping[str, Any], where: str, *, schema: str, needs_schema: bool = False
-) -> tuple[Function, dict[str, Any]]:
-    """The function, and what a chat template reads of it. `schema` is the field with its JSON Schema. Raises
-    InvalidRequest."""
-    name = text_in(tool, "name", where)
-    if not _NAME.fullmatch(name):
-        raise wrong(f"{where}.name", name, "1 to 128 letters, digits, underscores, dots and dashes")
-    checks: tuple[tuple[str, type, str], ...] = (("description", str, "a string"), ("strict", bool, "true or false"))
-    for field, kind, expected in checks:
-        if (value := tool.get(field)) is not None and not isinstance(value, kind):
-            raise wrong(f"{where}.{field}", value, expected)
-    parameters = None
-    if needs_schema or tool.get(schema) is not None:
-        parameters = object_in(tool, schema, where)
-        try:
-            shallow(parameters)
-        except ValueError:
-            raise wrong(f"{where}.{schema}", parameters, f"a JSON Schema, nested at most {MAX_DEPTH} deep") from None
-        if (kind := parameters.get("type", "object")) != "object":
-            raise wrong(f"{where}.{schema}.type", kind, '"object": arguments have names')
-    strict = tool.get("strict")
-    fields = {"name": name, "description": tool.get("description"), "parameters": parameters, "strict": strict}
-    shown = {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
-    return Function(name=name, parameters=parameters, strict=bool(strict)), shown
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise ValueError("arguments have names")
+    return schema
+
+
+Parameters = Annotated[Schema, AfterValidator(_of_object)]
+
+
+def parameters_field(default: Any = None, **more: Any) -> Any:
+    return Field(
+        default=default,
+        description=f"a JSON Schema whose type is object, nested at most {MAX_DEPTH} deep",
+        json_schema_extra={"properties": {"type": {"const": "object"}}},
+        **more,
+    )
+
+
+class FunctionSpec(OpenBody):
+    name: str = Field(
+        pattern=r"^[a-zA-Z0-9_.-]{1,128}$", description="1 to 128 letters, digits, underscores, dots and dashes"
+    )
+    description: str | None = Field(default=None, description="a string")
+    parameters: Parameters | None = parameters_field()
+    strict: bool | None = Field(default=None, description="true or false")
+
+    def to_function(self) -> Function:
+        return Function(name=self.name, parameters=self.parameters, strict=bool(self.strict))
+
+    def shown(self) -> dict[str, Any]:
+        """The tool in the form of chat templates, which is OpenAI's."""
+        fields = {name: getattr(self, name) for name in FunctionSpec.model_fields}
+        return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}

@@ -1,22 +1,21 @@
-"""Parts of messages that have dozens of kinds: read one by one, so that an error names the part and kinds that have no
-meaning here are skipped and listed.
-"""
+"""Parts of a conversation that have dozens of kinds: those without a meaning here are skipped and listed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from protos.errors import InvalidRequest
 from router.http.body import shown
+from router.http.body_validation import OpenBody
 
 IGNORED = "x-baton-ignored"
 MAX_IGNORED = 32  # names in the header
 
 _NAME = re.compile(r"[\w.:\[\] -]{1,80}", re.ASCII)
 
-Part = Mapping[str, Any]
+_Part = TypeVar("_Part")
 
 
 class Ignored:
@@ -42,36 +41,19 @@ class Ignored:
     def raw_headers(self) -> list[tuple[bytes, bytes]]:
         return [(name.encode(), value.encode()) for name, value in self.headers().items()]
 
-
-def text_in(part: Part, name: str, where: str) -> str:
-    """Raises InvalidRequest, as the functions below do."""
-    value = _given(part, name, where)
-    if not isinstance(value, str):
-        raise wrong(f"{where}.{name}", value, "a string")
-    return value
+    def add_unlisted(self, body: OpenBody | None, prefix: str = "") -> None:
+        for name in (body.model_extra or {}) if body is not None else ():
+            self.add(f"{prefix}{name}")
 
 
-def object_in(part: Part, name: str, where: str) -> dict[str, Any]:
-    value = _given(part, name, where)
-    if not isinstance(value, dict):
-        raise wrong(f"{where}.{name}", value, "an object")
-    return value
-
-
-def parts_in(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each object of a list, with its place."""
-    if not isinstance(value, list):
-        raise wrong(where, value, "a list of objects")
-    for index, part in enumerate(value):
-        if not isinstance(part, dict):
-            raise wrong(f"{where}[{index}]", part, "an object")
+def placed(parts: Iterable[_Part], where: str) -> Iterator[tuple[str, _Part]]:
+    """Each part with its place in the request."""
+    for index, part in enumerate(parts):
         yield f"{where}[{index}]", part
 
 
-def _given(part: Part, name: str, where: str) -> Any:
-    if part.get(name) is None:
-        raise InvalidRequest(f"Missing required parameter: '{where}.{name}'.", param=f"{where}.{name}")
-    return part[name]
+def missing(where: str) -> InvalidRequest:
+    return InvalidRequest(f"Missing required parameter: '{where}'.", param=where)
 
 
 def text_part(text: str) -> dict[str, Any]:

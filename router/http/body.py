@@ -25,8 +25,8 @@ MAX_NAME_CHARS = 100  # names that an answer repeats
 
 _BRANCH = re.compile(r"str|int|float|bool|.*\[.*", re.DOTALL)
 """pydantic's names of the members of a union that are no bodies."""
-_PARTS = re.compile(r"list\[(tagged-union|[A-Z])")
-"""Its names of lists of bodies."""
+_PARTS = re.compile(r"(list\[)?tagged-union|list\[[A-Z]")
+"""Its names of parts, and of lists of bodies."""
 
 _Body = TypeVar("_Body", bound=Body)
 
@@ -80,7 +80,7 @@ def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:
 def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
     """The first thing wrong; of a list of parts, the part that is wrong rather than that it is no string."""
     errors = error.errors(include_url=False, include_context=False)
-    first = next((one for one in errors if any(_PARTS.match(str(step)) for step in one["loc"][:-1])), errors[0])
+    first = max(errors, key=lambda one: sum(_PARTS.match(str(step)) is not None for step in one["loc"][:-1]))
     is_unknown = first["type"] == "extra_forbidden"
     path, owner, expected = _place(first["loc"], kind, is_unknown=is_unknown)
     if is_unknown:
@@ -108,6 +108,7 @@ def _place(loc: tuple[int | str, ...], kind: type[Body], *, is_unknown: bool) ->
     for number, step in enumerate(loc, 1):
         if isinstance(step, int):
             path += f"[{step}]"
+            expected = "an object" if members else expected
         elif step in members:
             owner = members[step]
         elif (field := field_of(owner, step)) is not None:

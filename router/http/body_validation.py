@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator, Mapping
+from types import NoneType
+from typing import Annotated, Any, ClassVar, get_args
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core.core_schema import CoreSchema, tagged_union_schema
 
 from router.http.harmless import Harmless, without_harmless
 from router.http.size_limits import check_parameters
@@ -117,3 +128,55 @@ class Body(BaseModel):
     def _is_integer(cls, name: str) -> bool:
         field = cls.model_fields.get(name)
         return field is not None and field.annotation in (int, int | None)
+
+
+class OpenBody(Body):
+    """Fields that are not listed are accepted: clients send those of their API's latest version."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OtherPart(OpenBody):
+    """A part of a kind that is not listed, which its reader skips or refuses."""
+
+    type: Any = None
+    role: Any = None
+
+
+class ByKind:
+    """The members of a union of parts are told apart by the value of a field; an `OtherPart` takes all other values."""
+
+    def __init__(self, name: str = "type", default: str | None = None) -> None:
+        """`default`: the value where the field is missing."""
+        self._name = name
+        self._default = default
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        kinds = [kind for kind in get_args(source) if kind is not NoneType]
+        names = {
+            value: kind.__name__
+            for kind in kinds
+            if kind is not OtherPart
+            for value in _values(kind.model_fields[self._name].annotation)
+        }
+
+        def name_of(part: Any) -> str:
+            value = part.get(self._name, self._default) if isinstance(part, dict) else getattr(part, self._name, "")
+            return names.get(value, OtherPart.__name__) if isinstance(value, str | None) else OtherPart.__name__
+
+        return tagged_union_schema({kind.__name__: handler.generate_schema(kind) for kind in kinds}, name_of)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        choices: dict[str, CoreSchema] = schema["choices"]
+        return {"anyOf": [handler(choice) for name, choice in choices.items() if name != OtherPart.__name__]}
+
+
+def _values(annotation: Any) -> Iterator[str | None]:
+    """The values of a Literal, and None if it may be that."""
+    for value in get_args(annotation) or (annotation,):
+        if isinstance(value, str):
+            yield value
+        elif value is NoneType:
+            yield None
+        elif value is not annotation:
+            yield from _values(value)

@@ -97,10 +97,8 @@ async def _answer(
     fields: MakeFields,
 ) -> Response | EventStream:
     ignored = Ignored()
-    for name in (body.options.model_extra or {}) if body.options is not None else ():
-        ignored.add(f"options.{name}")
-    for name in body.model_extra or {}:
-        ignored.add(name)
+    ignored.add_unlisted(body.options, "options.")
+    ignored.add_unlisted(body)
     if body.think and gateway.texts.reasoning is None:
         ignored.add("think")
     renderer = _OllamaRenderer(gateway, ask, tooling, track, fields)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,7 +12,7 @@ from protos.event_loop import loop_time
 from router.conversation.parts import Ignored
 from router.gateway import Gateway
 from router.http.body import read_body, with_bound
-from router.http.body_validation import Body, FirstWrong
+from router.http.body_validation import FirstWrong, OpenBody
 from router.http.error_responses import json_response
 from router.http.middleware import track_of
 from router.http.sse import while_connected
@@ -23,17 +23,13 @@ from router.text.sampling_request import SamplingRequest
 from router.text.text_stream import Usage
 
 
-class OllamaEmbedBody(Body):
-    model_config = ConfigDict(extra="allow", strict=True)
-
+class OllamaEmbedBody(OpenBody):
     model: str = Field(description="the name of a served model")
     input: str | Annotated[list[str], FirstWrong()] = Field(description="a string or a list of strings")
     dimensions: int | None = Field(default=None, ge=1, le=MAX_DIMENSIONS, description="an integer of at least 1")
 
 
-class OllamaEmbeddingsBody(Body):
-    model_config = ConfigDict(extra="allow", strict=True)
-
+class OllamaEmbeddingsBody(OpenBody):
     model: str = Field(description="the name of a served model")
     prompt: str = Field(description="a string")
 
@@ -75,8 +71,7 @@ async def _vectors(
     return await while_connected(request.scope, request.receive, work)
 
 
-def _ignored(body: Body) -> dict[str, str]:
+def _ignored(body: OpenBody) -> dict[str, str]:
     ignored = Ignored()
-    for name in body.model_extra or {}:
-        ignored.add(name)
+    ignored.add_unlisted(body)
     return ignored.headers()

@@ -5,52 +5,49 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import Field
 
 from protos.errors import InvalidRequest
-from router.conversation.schema_parts import STRING, TOOLS, Objects, function_schema, tools_list
+from router.conversation.functions import MAX_TOOLS, TOOLS, FunctionSpec
 from router.conversation.tooling import AnswerSchema
-from router.http.body_validation import Body, FirstWrong, Schema, at_most, ranged
+from router.http.body_validation import FirstWrong, OpenBody, Schema, at_most, ranged
 from router.http.harmless import Harmless, never, one_of
 from router.text.sampling_request import MAX_STOP_CHARS, MAX_STOPS, SamplingRequest
 
-_CALLED = {
-    "type": "object",
-    "required": ["function"],
-    "properties": {
-        "function": {
-            "type": "object",
-            "required": ["name", "arguments"],
-            "properties": {"name": STRING, "arguments": {"type": "object"}},
-        }
-    },
-}
-_MESSAGE = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"enum": ["system", "user", "assistant", "tool"]},
-        "content": {"type": ["string", "null"]},
-        "thinking": {"type": ["string", "null"]},
-        "tool_name": {"type": ["string", "null"]},
-        "tool_calls": {"type": ["array", "null"], "items": _CALLED},
-        "images": {"type": ["array", "null"], "maxItems": 0},
-    },
-}
-_TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {"type": {"const": "function"}, "function": function_schema("parameters")},
-}
+
+class CalledTool(OpenBody):
+    name: str = Field(description="a string")
+    arguments: dict[str, Any] = Field(description="an object")
+
+
+class OllamaCall(OpenBody):
+    function: CalledTool = Field(description="an object")
+
+
+class OllamaMessage(OpenBody):
+    role: Literal["system", "user", "assistant", "tool"] = Field(description="system, user, assistant, tool")
+    content: str | None = Field(default=None, description="a string")
+    thinking: str | None = Field(default=None, description="a string")
+    tool_name: str | None = Field(default=None, description="a string")
+    tool_calls: Annotated[list[OllamaCall] | None, FirstWrong()] = Field(default=None, description="a list of objects")
+    images: list[Any] | None = Field(
+        default=None,
+        description="a list without images: this model reads text only",
+        json_schema_extra={"maxItems": 0},
+    )
+
+
+class OllamaTool(OpenBody):
+    type: Literal["function"] = Field(description="function")
+    function: FunctionSpec = Field(description="an object")
+
 
 Texts = Annotated[list[str], FirstWrong()]
 _NO_IMAGES = one_of([], why="this model reads text only")
 
 
-class OllamaOptions(Body):
+class OllamaOptions(OpenBody):
     """Options that a model's answer depends on."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     temperature: float | None = ranged("temperature", "a number")
     top_p: float | None = ranged("top_p", "a number")
@@ -100,9 +97,7 @@ _NAMES = {name: f"options.{name}" for name in ("temperature", "top_p", "top_k", 
 }
 
 
-class OllamaBody(Body):
-    model_config = ConfigDict(extra="allow", strict=True)
-
+class OllamaBody(OpenBody):
     model: str = Field(description="the name of a served model")
     format: Literal["json", ""] | Schema | None = Field(default=None, description="json or a JSON Schema")
     options: OllamaOptions | None = Field(default=None, description="an object")
@@ -126,10 +121,8 @@ class OllamaBody(Body):
 
 
 class OllamaChatBody(OllamaBody):
-    messages: Annotated[Objects, WithJsonSchema({"type": "array", "items": _MESSAGE})] = Field(
-        default=[], description="a list of messages"
-    )
-    tools: Annotated[Objects | None, *tools_list(_TOOL)] = TOOLS
+    messages: Annotated[list[OllamaMessage], FirstWrong()] = Field(default=[], description="a list of messages")
+    tools: Annotated[list[OllamaTool] | None, FirstWrong(), at_most(MAX_TOOLS)] = TOOLS
 
 
 class OllamaGenerateBody(OllamaBody):
@@ -144,9 +137,7 @@ class OllamaGenerateBody(OllamaBody):
     raw: bool | None = Field(default=None, description="true or false")
 
 
-class OllamaShowBody(Body):
-    model_config = ConfigDict(extra="allow", strict=True)
-
+class OllamaShowBody(OpenBody):
     model: str = Field(description="the name of a served model")
 
     @classmethod

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from protos.errors import InvalidRequest
-from router.conversation.schema_parts import MAX_TOOLS
+from router.conversation.functions import MAX_TOOLS, TOOLS
 from router.conversation.speculating import PredictionBody, SpeculationBody
 from router.http.body import field_of
 from router.http.body_validation import Body, FirstWrong, at_most, ranged
@@ -247,9 +247,7 @@ class ChatBody(SamplingBody):
     response_format: ResponseFormat | None = Field(
         default=None, description='an object such as {"type": "json_object"}'
     )
-    tools: Annotated[list[ToolSpec] | None, FirstWrong(), at_most(MAX_TOOLS)] = Field(
-        default=None, description=f"a list of at most {MAX_TOOLS} tools", max_length=MAX_TOOLS
-    )
+    tools: Annotated[list[ToolSpec] | None, FirstWrong(), at_most(MAX_TOOLS)] = TOOLS
     tool_choice: ToolChoice | None = Field(default=None, description=TOOL_CHOICES)
     parallel_tool_calls: bool | None = Field(default=None, description="true or false")
 
@@ -345,9 +343,7 @@ class TokenizeBody(Body):
     messages: Annotated[list[ChatMessage], FirstWrong()] | None = Field(
         default=None, min_length=1, description="a list of messages"
     )
-    tools: Annotated[list[ToolSpec] | None, FirstWrong(), at_most(MAX_TOOLS)] = Field(
-        default=None, description=f"a list of at most {MAX_TOOLS} tools", max_length=MAX_TOOLS
-    )
+    tools: Annotated[list[ToolSpec] | None, FirstWrong(), at_most(MAX_TOOLS)] = TOOLS
     add_special_tokens: bool | None = Field(default=None, description="true or false")
     split_special_tokens: bool | None = Field(default=None, description="true or false")
     add_generation_prompt: bool | None = Field(default=None, description="true or false")

@@ -18,7 +18,7 @@ async def tokenize(gateway: Gateway, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'", param="prompt")
     if body.messages is not None:
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        tools = [tool.function.shown() for tool in body.tools or ()]
         ids = await gateway.texts.encode_chat(
             [message.to_template() for message in body.messages],
             add_generation_prompt=body.add_generation_prompt,

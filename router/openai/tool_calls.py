@@ -29,8 +29,8 @@ def chat_tooling(body: ChatBody, gateway: Gateway) -> Tooling:
 
 def _use(body: ChatBody) -> ToolUse:
     tools, choice = body.tools or [], body.tool_choice or "auto"
-    functions = [tool.to_function() for tool in tools]
-    shown = [tool.model_dump(exclude_none=True) for tool in tools]
+    functions = [tool.function.to_function() for tool in tools]
+    shown = [tool.function.shown() for tool in tools]
     parallel = body.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
         names = [choice.function.name]

@@ -4,46 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import ConfigDict, Field
 
-from router.conversation.schema_parts import MAX_TOOLS
-from router.http.body_validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most, read_json
-from router.tools.calls import Function
+from router.conversation.functions import MAX_TOOLS, FunctionSpec
+from router.http.body_validation import Body, FirstWrong, at_most, read_json
 
 MAX_CALLS = 128  # names in one message
 
 CacheControl = dict[str, Any] | None
 CACHED: Any = Field(default=None, exclude=True, description="an object: all is cached")
-_NAME = r"^[a-zA-Z0-9_.-]{1,128}$"
 _FUNCTION = '"function": no other kind of tool is offered'
 
 
-def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
-    if schema.get("type", "object") != "object":
-        raise ValueError("arguments have names")
-    return schema
+class ChatFunction(FunctionSpec):
+    model_config = ConfigDict(extra="forbid")
 
-
-class FunctionSpec(Body):
-    name: str = Field(pattern=_NAME, description="1 to 128 letters, digits, underscores, dots and dashes")
-    description: str | None = Field(default=None, description="a string")
-    parameters: Annotated[Schema, AfterValidator(_of_object)] | None = Field(
-        default=None,
-        description=f"a JSON Schema whose type is object, nested at most {MAX_DEPTH} deep",
-        json_schema_extra={"properties": {"type": {"const": "object"}}},
-    )
-    strict: bool | None = Field(default=None, description="true or false")
     cache_control: CacheControl = CACHED
 
 
 class ToolSpec(Body):
     type: Literal["function"] = Field(description=_FUNCTION)
-    function: FunctionSpec = Field(description="an object with the function's name and parameters")
+    function: ChatFunction = Field(description="an object with the function's name and parameters")
     cache_control: CacheControl = CACHED
-
-    def to_function(self) -> Function:
-        own = self.function
-        return Function(name=own.name, parameters=own.parameters, strict=bool(own.strict))
 
 
 class NamedFunction(Body):

@@ -75,12 +75,9 @@ def _turn(gateway: Gateway, body: InputBody, sampling: SamplingRequest, ignored:
         tooling=responses_tooling(body, gateway, ignored),
         options=thinking_options(gateway, Thinking(effort=effort)),
     )
-    for name in body.reasoning.model_extra or {} if body.reasoning is not None else ():
-        ignored.add(f"reasoning.{name}")
-    for name in body.text.model_extra or {} if body.text is not None else ():
-        ignored.add(f"text.{name}")
-    for name in body.model_extra or {}:
-        ignored.add(name)
+    ignored.add_unlisted(body.reasoning, "reasoning.")
+    ignored.add_unlisted(body.text, "text.")
+    ignored.add_unlisted(body)
     return turn
 
 
@@ -100,6 +97,7 @@ class _ResponseRenderer(TurnRenderer):
     def _described(self, body: ResponsesBody) -> Event:
         """The fields that are the same in every state."""
         sampling = self.ask.jobs[0].sampling
+        sent = body.model_dump(include={"tools", "tool_choice"}, exclude_unset=True)
         form = body.text.format if body.text is not None and body.text.format is not None else None
         shown = form.model_dump(by_alias=True, exclude_none=True) if form is not None else {"type": "text"}
         return {
@@ -116,8 +114,8 @@ class _ResponseRenderer(TurnRenderer):
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": shown},
-            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-            "tools": body.tools or [],
+            "tool_choice": sent.get("tool_choice") or "auto",
+            "tools": sent.get("tools") or [],
             "top_p": sampling.top_p,
             "truncation": "disabled",
         }

@@ -1,17 +1,15 @@
-"""The body of a request. Items of its input and its tools are read in `router.responses.items`; this is their JSON
-Schema. Fields that are not listed are accepted: Codex sends those of OpenAI's own service.
-"""
+"""The body of a request, the items of its input among it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, Field
 
 from protos.errors import InvalidRequest
-from router.conversation.schema_parts import STRING, TOOLS, Objects, function_schema, tools_list
-from router.http.body_validation import Body, Schema, at_most, ranged
+from router.conversation.functions import MAX_TOOLS, TOOLS, FunctionSpec
+from router.http.body_validation import ByKind, FirstWrong, OpenBody, OtherPart, Schema, at_most, ranged
 from router.http.harmless import Harmless, never, one_of
 from router.text.sampling_request import SamplingRequest
 
@@ -26,71 +24,87 @@ REFUSALS: Mapping[str, Harmless] = {
     "truncation": one_of("disabled", why="inputs are not cut here"),
 }
 
-_TEXT = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"enum": ["input_text", "output_text", "text"]}, "text": STRING},
-}
-_CONTENT = {"anyOf": [STRING, {"type": "array", "items": _TEXT}]}
-_ITEM = {
-    "anyOf": [
-        {
-            "type": "object",
-            "required": ["role", "content"],
-            "properties": {
-                "type": {"const": "message"},
-                "role": {"enum": ["user", "assistant", "system", "developer"]},
-                "content": _CONTENT,
-            },
-        },
-        {
-            "type": "object",
-            "required": ["type", "call_id", "name", "arguments"],
-            "properties": {
-                "type": {"const": "function_call"}, "call_id": STRING, "name": STRING, "arguments": STRING,
-            },
-        },
-        {
-            "type": "object",
-            "required": ["type", "call_id", "output"],
-            "properties": {"type": {"const": "function_call_output"}, "call_id": STRING, "output": _CONTENT},
-        },
-    ]
-}  # fmt: skip
-_TOOL = function_schema("parameters")
-_TOOL["required"].append("type")
-_TOOL["properties"]["type"] = {"const": "function"}
-_CHOICE = {
-    "anyOf": [
-        {"enum": ["auto", "none", "required", None]},
-        {
-            "type": "object",
-            "required": ["type", "name"],
-            "properties": {"type": {"const": "function"}, "name": STRING},
-        },
-    ]
-}
+
+class InputText(OpenBody):
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str = Field(description="a string")
 
 
-class TextFormat(Body):
+class Refusal(OpenBody):
+    type: Literal["refusal"]
+    refusal: str = Field(description="a string")
+
+
+Parts = Annotated[list[Annotated[InputText | Refusal | OtherPart, ByKind()]], FirstWrong()]
+
+
+class MessageItem(OpenBody):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] = Field(description="user, assistant, system, developer")
+    content: str | Parts = Field(description="a list of objects")
+
+
+class FunctionCallItem(OpenBody):
+    type: Literal["function_call"]
+    call_id: str = Field(description="a string")
+    name: str = Field(description="a string")
+    arguments: str = Field(description="a string")
+
+
+class FunctionOutputItem(OpenBody):
+    type: Literal["function_call_output"]
+    call_id: str = Field(description="a string")
+    output: str | Parts = Field(description="a list of objects")
+
+
+class ReasoningItem(OpenBody):
+    type: Literal["reasoning"]
+    content: Parts | None = Field(default=None, description="a list of objects")
+
+
+Items = Annotated[
+    list[
+        Annotated[
+            MessageItem | FunctionCallItem | FunctionOutputItem | ReasoningItem | OtherPart, ByKind(default="message")
+        ]
+    ],
+    FirstWrong(),
+]
+
+
+class ResponseTool(FunctionSpec):
+    type: Literal["function"]
+
+
+class ToolByName(OpenBody):
+    type: Literal["function"]
+    name: str = Field(description="a string")
+
+
+class ToolsByName(OpenBody):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = Field(default="auto", description="auto or required")
+    tools: list[Annotated[ToolByName | OtherPart, ByKind()]] = Field(description="a list of objects")
+
+
+ResponsesToolChoice = (
+    Literal["none", "auto", "required"] | Annotated[ToolByName | ToolsByName | OtherPart, ByKind()] | None
+)
+
+
+class TextFormat(OpenBody):
     type: Literal["text", "json_object", "json_schema"] = Field(description="text, json_object or json_schema")
     name: str | None = Field(default=None, description="a string")
     description: str | None = Field(default=None, description="a string")
     schema_: Schema | None = Field(default=None, alias="schema")
     strict: bool | None = Field(default=None, description="true or false")
 
-    model_config = ConfigDict(extra="allow", strict=True)
 
-
-class AnswerTextConfig(Body):
-    model_config = ConfigDict(extra="allow", strict=True)
-
+class AnswerTextConfig(OpenBody):
     format: TextFormat | None = Field(default=None, description='an object such as {"type": "text"}')
 
 
-class ReasoningConfig(Body):
-    model_config = ConfigDict(extra="allow", strict=True)
-
+class ReasoningConfig(OpenBody):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         default=None, description="none, minimal, low, medium, high, xhigh or max"
     )
@@ -100,19 +114,19 @@ def _described(schema: dict[str, Any]) -> None:
     schema["properties"] |= {name: dict(one.schema) for name, one in REFUSALS.items()}
 
 
-class InputBody(Body):
+class InputBody(OpenBody):
     """The parts of a prompt; the whole body of `input_tokens`."""
 
-    model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_described)
+    model_config = ConfigDict(json_schema_extra=_described)
     harmless: ClassVar[Mapping[str, Harmless]] = REFUSALS
 
     model: str = Field(description="the name of a served model")
-    input: Annotated[
-        str | Objects, WithJsonSchema({"anyOf": [STRING, {"type": "array", "minItems": 1, "items": _ITEM}]})
-    ] = Field(description="a string or a list of at least one item")
+    input: str | Items = Field(description="a string or a list of at least one item", json_schema_extra={"minItems": 1})
     instructions: str | None = Field(default=None, description="a string")
-    tools: Annotated[Objects | None, *tools_list(_TOOL)] = TOOLS
-    tool_choice: Annotated[str | dict[str, Any] | None, WithJsonSchema(_CHOICE)] = Field(
+    tools: Annotated[list[Annotated[ResponseTool | OtherPart, ByKind()]] | None, FirstWrong(), at_most(MAX_TOOLS)] = (
+        TOOLS
+    )
+    tool_choice: ResponsesToolChoice = Field(
         default=None, description='none, auto, required or an object such as {"type": "function", "name": "f"}'
     )
     parallel_tool_calls: bool | None = Field(default=None, description="true or false")

@@ -286,7 +286,7 @@ async def test_blocks_that_hold_a_text_are_read() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"stop_sequences": [""]}, "'stop_sequences' has a string of 0 characters"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "'tools[0].input_schema.type' is the string"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "'tools[0].input_schema' is an object"),
         ({"messages": [{"role": "user", "content": "hello" * 500}]}, "prompt is too long"),
     ],
 )

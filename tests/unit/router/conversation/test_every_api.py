@@ -13,10 +13,9 @@ import pytest
 from openai.types import chat
 from openai.types import responses as of_responses
 
-from protos.errors import InvalidRequest
 from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
-from router.conversation.parts import IGNORED, Ignored, parts_in
+from router.conversation.parts import IGNORED, Ignored
 from router.text.chat_template import ChatTemplate
 from tests.unit.router.anthropic.test_messages import TOOLED, asking
 from tests.unit.router.scripted import byte_level
@@ -184,6 +183,8 @@ def test_the_header_has_plain_names_and_the_number_of_those_left_out() -> None:
     assert ignored.headers().keys() == {IGNORED}
 
 
-def test_a_part_that_is_no_object_is_named() -> None:
-    with pytest.raises(InvalidRequest, match=r"'input\[1\]' is 5: it must be an object"):
-        list(parts_in([{}, 5], "input"))
+@pytest.mark.parametrize(("face", "name"), [("/v1/responses", "input"), ("/v1/chat/completions", "messages")])
+async def test_a_part_that_is_no_object_is_named(face: str, name: str) -> None:
+    async with asking() as (http, _):
+        refused = await http.post(face, json={"model": "tiny", name: [*HELLO, 5]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, f"{name}[1]")
