@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 
 from protos.chain import Chain
@@ -40,8 +40,8 @@ class EvictionLog:
                 self._cleared[worker_id] = now
 
     def removals(self, worker_id: str, block: BlockHash, *, before: float) -> Sequence[tuple[float, Tier]]:
-        known = [(self._lost.get((worker_id, tier), _NONE).get(block), tier) for tier in Tier]
-        return sorted((at_s, tier) for at_s, tier in known if at_s is not None and at_s <= before)
+        times = [(self._lost.get((worker_id, tier), _NONE).get(block), tier) for tier in Tier]
+        return sorted((at_s, tier) for at_s, tier in times if at_s is not None and at_s <= before)
 
     def cleared_s(self, worker_id: str, *, since: float, before: float) -> float | None:
         at_s = self._cleared.get(worker_id)
@@ -78,13 +78,14 @@ class MissKind(StrEnum):
     NEVER_STORED = "never stored"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MissReason:
     """One reason, with the worker, its tier and the request it is about, and how long before the decision it
     happened."""
 
     reason: MissKind
     explanation: str
+    _: KW_ONLY
     worker: str | None = None
     tier: str | None = None
     request: str | None = None
@@ -109,114 +110,90 @@ def explain(record: RequestTrace, records: RequestTraces, evictions: EvictionLog
     """The job has a decision; its first token may be still to come."""
     choice = record.reading
     prefill_worker, block_size = choice.prefill_worker, choice.view.block_size
-    read = record.timestamps.first_s is not None
-    found = record.timestamps.num_cached_tokens // block_size
+    num_found = record.timestamps.num_cached_tokens // block_size
+    if record.timestamps.first_s is not None:
+        findings = tuple(_findings(record, choice, num_found, records, evictions))
+    else:
+        text = "the prompt has not been computed yet: no worker has reported its cache hits"
+        findings = (MissReason(MissKind.NOT_COMPUTED, text),)
     return CacheMissReport(
         prefill_worker=prefill_worker.worker_id,
         block_size=block_size,
         num_blocks=record.num_prompt_tokens // block_size,
         num_expected=prefill_worker.num_cached_tokens // block_size,
         num_expected_on_host=-(-prefill_worker.num_host_tokens // block_size),
-        num_found=found,
-        findings=tuple(_findings(record, choice, found, records, evictions)) if read else (_not_computed(),),
-    )
-
-
-def _not_computed() -> MissReason:
-    return MissReason(
-        reason=MissKind.NOT_COMPUTED,
-        explanation="the prompt has not been computed yet: no worker has reported its cache hits",
+        num_found=num_found,
+        findings=findings,
     )
 
 
 def _findings(
-    record: RequestTrace, choice: DecisionRecord, found: int, records: RequestTraces, evictions: EvictionLog
+    record: RequestTrace, choice: DecisionRecord, num_found: int, records: RequestTraces, evictions: EvictionLog
 ) -> Iterator[MissReason]:
     size, num_tokens = choice.view.block_size, record.num_prompt_tokens
-    num_blocks = num_tokens // size
-    if not num_blocks:
-        explanation = f"the prompt has {num_tokens} tokens and a block {size}: only full blocks are cached"
-        yield MissReason(reason=MissKind.SHORT, explanation=explanation)
-        return
-    if found >= (num_tokens - 1) // size:
-        rest = num_tokens - found * size
-        explanation = (
-            f"all that can be cached was: the last {rest} tokens are computed always, for the first token of an answer"
+    if num_tokens < size:
+        text = f"the prompt has {num_tokens} tokens and a block {size}: only full blocks are cached"
+        yield MissReason(MissKind.SHORT, text)
+    elif num_found >= (num_tokens - 1) // size:
+        rest = num_tokens - num_found * size
+        text = f"all that can be cached was: the last {rest} tokens are computed always, for an answer's first token"
+        yield MissReason(MissKind.NOTHING_MISSING, text)
+    elif not record.chain:
+        yield MissReason(MissKind.NOT_KEPT, "the hashes of this prompt's blocks are not kept any more")
+    else:
+        seen = [
+            *_on_worker(choice, num_found),
+            *_elsewhere(choice, num_found),
+            *_evicted(choice, record.chain[num_found], num_found, evictions),
+        ]
+        yield from seen
+        past = _history(record, choice, num_found, records, evictions)
+        yield from (reason for reason in past if not seen or reason.reason is not MissKind.NEVER_STORED)
+
+
+def _on_worker(choice: DecisionRecord, num_found: int) -> Iterator[MissReason]:
+    """Blocks that the index expected on the prefill worker, in host memory or on the device."""
+    worker, size = choice.prefill_worker, choice.view.block_size
+    name, on_device = worker.worker_id, (worker.num_cached_tokens - worker.num_host_tokens) // size
+    if on_device <= num_found < worker.num_cached_tokens // size:
+        text = (
+            f"{name} held block {num_found} in host memory alone and did not load it: computing took less, or the "
+            "block was evicted before its turn"
         )
-        yield MissReason(reason=MissKind.NOTHING_MISSING, explanation=explanation)
-        return
-    if not record.chain:
-        yield MissReason(
-            reason=MissKind.NOT_KEPT, explanation="the hashes of this prompt's blocks are not kept any more"
+        yield MissReason(MissKind.NOT_LOADED, text, worker=name, tier=Tier.HOST.name.lower())
+    if on_device > num_found:
+        text = (
+            f"the index had {name} hold {on_device} blocks, it held {num_found}: blocks were expected of a request "
+            "that had just been routed there, or events of evictions were still on their way"
         )
-        return
-    block = record.chain[found]
-    seen = [
-        *_not_loaded(choice, found),
-        *_behind(choice, found),
-        *_elsewhere(choice, found),
-        *_evicted(choice, block, found, evictions),
-    ]
-    past = _history(record, choice, found, records, evictions)
-    yield from seen
-    yield from (one for one in past if not seen or one.reason is not MissKind.NEVER_STORED)
+        yield MissReason(MissKind.EVENTS_BEHIND, text, worker=name)
 
 
-def _not_loaded(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
-    prefill_worker, size = choice.prefill_worker, choice.view.block_size
-    on_device = (prefill_worker.num_cached_tokens - prefill_worker.num_host_tokens) // size
-    if on_device <= found < prefill_worker.num_cached_tokens // size:
-        explanation = (
-            f"{prefill_worker.worker_id} held block {found} in host memory alone and did not load it: "
-            f"computing took less, or the block was evicted before its turn"
-        )
-        yield MissReason(
-            reason=MissKind.NOT_LOADED,
-            explanation=explanation,
-            worker=prefill_worker.worker_id,
-            tier=Tier.HOST.name.lower(),
-        )
-
-
-def _behind(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
-    expected = (
-        choice.prefill_worker.num_cached_tokens - choice.prefill_worker.num_host_tokens
-    ) // choice.view.block_size
-    if expected > found:
-        explanation = (
-            f"the index had {choice.prefill_worker.worker_id} hold {expected} blocks, it held {found}: blocks were "
-            f"expected of a request that had just been routed there, or events of evictions were still on their way"
-        )
-        yield MissReason(reason=MissKind.EVENTS_BEHIND, explanation=explanation, worker=choice.prefill_worker.worker_id)
-
-
-def _elsewhere(choice: DecisionRecord, found: int) -> Iterator[MissReason]:
-    prefill_worker, size = choice.prefill_worker, choice.view.block_size
+def _elsewhere(choice: DecisionRecord, num_found: int) -> Iterator[MissReason]:
+    mine, size = choice.prefill_worker, choice.view.block_size
     rivals = [
-        one
-        for one in choice.candidates
-        if one.role is prefill_worker.role and one.worker_id != prefill_worker.worker_id
+        rival
+        for rival in choice.candidates
+        if rival.role is mine.role and rival.worker_id != mine.worker_id and rival.num_cached_tokens // size > num_found
     ]
-    others = [one for one in rivals if one.num_cached_tokens // size > found]
-    if not others:
+    if not rivals:
         return
-    best = max(others, key=lambda one: one.num_cached_tokens)
+    best = max(rivals, key=lambda rival: rival.num_cached_tokens)
     costs = {scored.worker_id: scored.total for scored in choice.decision.scores}
-    had, got = costs.get(best.worker_id), costs.get(prefill_worker.worker_id)
     unit, scale = shown_unit(choice.decision.cost_unit)
     cost = ""
-    if had is not None and got is not None:
-        theirs, ours = (f"{cost_figure(scale * total)} {unit}".rstrip() for total in (had, got))
+    if {best.worker_id, mine.worker_id} <= costs.keys():
+        theirs, ours = (f"{cost_figure(scale * costs[worker.worker_id])} {unit}".rstrip() for worker in (best, mine))
         cost = f": it would have cost {theirs}, against {ours}"
-    explanation = f"{best.worker_id} held {best.num_cached_tokens // size} blocks and was not chosen{cost}"
-    yield MissReason(reason=MissKind.ELSEWHERE, explanation=explanation, worker=best.worker_id)
+    text = f"{best.worker_id} held {best.num_cached_tokens // size} blocks and was not chosen{cost}"
+    yield MissReason(MissKind.ELSEWHERE, text, worker=best.worker_id)
 
 
-def _evicted(choice: DecisionRecord, block: BlockHash, found: int, evictions: EvictionLog) -> Iterator[MissReason]:
-    prefill_worker = choice.prefill_worker.worker_id
-    if removals := evictions.removals(prefill_worker, block, before=choice.at_s):
-        explanation = f"{prefill_worker} held block {found} and evicted it {_when(removals, choice.at_s)}"
-        yield _eviction(explanation, removals, choice.at_s, prefill_worker)
+def _evicted(choice: DecisionRecord, block: BlockHash, num_found: int, evictions: EvictionLog) -> Iterator[MissReason]:
+    worker = choice.prefill_worker.worker_id
+    if removals := evictions.removals(worker, block, before=choice.at_s):
+        text = f"{worker} held block {num_found} and evicted it {_when(removals, choice.at_s)}"
+        yield _eviction(text, removals, choice.at_s, worker)
 
 
 def _when(removals: Sequence[tuple[float, Tier]], now: float) -> str:
@@ -224,83 +201,67 @@ def _when(removals: Sequence[tuple[float, Tier]], now: float) -> str:
 
 
 def _eviction(
-    explanation: str, removals: Sequence[tuple[float, Tier]], now: float, worker: str, request: str | None = None
+    text: str, removals: Sequence[tuple[float, Tier]], now: float, worker: str, request: str | None = None
 ) -> MissReason:
     at_s, tier = removals[-1]
-    return MissReason(
-        reason=MissKind.EVICTED,
-        explanation=explanation,
-        worker=worker,
-        tier=tier.name.lower(),
-        request=request,
-        ago_s=now - at_s,
-    )
+    return MissReason(MissKind.EVICTED, text, worker=worker, tier=tier.name.lower(), request=request, ago_s=now - at_s)
 
 
 def _history(
-    record: RequestTrace, choice: DecisionRecord, found: int, records: RequestTraces, evictions: EvictionLog
+    record: RequestTrace, choice: DecisionRecord, num_found: int, records: RequestTraces, evictions: EvictionLog
 ) -> Iterator[MissReason]:
     nearest, common = _nearest(record, records)
-    if nearest is not None and common > found and nearest.choices:
-        yield _had_before(nearest, choice, found, record.chain[found], evictions)
-        return
     if nearest is None:
         if (salted := _other_salt(record, records)) is not None:
-            explanation = (
-                f"request {salted} began with the same tokens under another salt: tenants and salts share no cache"
-            )
-            yield MissReason(reason=MissKind.OTHER_SALT, explanation=explanation, request=salted)
+            text = f"request {salted} began with the same tokens under another salt: tenants and salts share no cache"
+            yield MissReason(MissKind.OTHER_SALT, text, request=salted)
         else:
-            explanation = "no recent request began with the same block"
-            yield MissReason(reason=MissKind.NEVER_STORED, explanation=explanation)
-        return
-    first = common * choice.view.block_size
-    explanation = (
-        f"no recent request had block {found}: the nearest, {nearest.job.group_id}, shares the first {common} blocks, "
-        f"and the prompts part in the tokens {first} to {first + choice.view.block_size - 1}"
-    )
-    yield MissReason(reason=MissKind.NEVER_STORED, explanation=explanation, request=nearest.job.group_id)
+            yield MissReason(MissKind.NEVER_STORED, "no recent request began with the same block")
+    elif common > num_found and nearest.choices:
+        yield _had_before(nearest, choice, record.chain[num_found], evictions)
+    else:
+        first, name = common * choice.view.block_size, nearest.job.group_id
+        text = (
+            f"no recent request had block {num_found}: the nearest, {name}, shares the first {common} blocks, and the "
+            f"prompts part in the tokens {first} to {first + choice.view.block_size - 1}"
+        )
+        yield MissReason(MissKind.NEVER_STORED, text, request=name)
 
 
-def _had_before(
-    nearest: RequestTrace, choice: DecisionRecord, found: int, block: BlockHash, evictions: EvictionLog
-) -> MissReason:
+def _had_before(nearest: RequestTrace, choice: DecisionRecord, block: BlockHash, evictions: EvictionLog) -> MissReason:
+    """An earlier request had the block computed on a worker."""
     name, where, then = nearest.job.group_id, nearest.reading.prefill_worker.worker_id, nearest.received_s
-    ago_s = choice.at_s - then
+    ago_s, here = choice.at_s - then, choice.prefill_worker.worker_id
     if removals := evictions.removals(where, block, before=choice.at_s):
         gone = _when(removals, choice.at_s)
-        explanation = f"request {name} had it computed on {where} {ago_s:.1f} s before, and {where} evicted it {gone}"
-        return _eviction(explanation, removals, choice.at_s, where, name)
+        text = f"request {name} had it computed on {where} {ago_s:.1f} s before, and {where} evicted it {gone}"
+        return _eviction(text, removals, choice.at_s, where, name)
     if (at_s := evictions.cleared_s(where, since=then, before=choice.at_s)) is not None:
-        gone_s = choice.at_s - at_s
-        explanation = (
-            f"request {name} had it computed on {where}, which has forgotten its cache or begun a new life since"
-        )
-        return MissReason(reason=MissKind.CLEARED, explanation=explanation, worker=where, request=name, ago_s=gone_s)
-    if where != choice.prefill_worker.worker_id:
-        here = choice.prefill_worker.worker_id
-        explanation = f"request {name} had it computed on {where} {ago_s:.1f} s before, this one on {here}"
-        return MissReason(
-            reason=MissKind.COMPUTED_ELSEWHERE, explanation=explanation, worker=where, request=name, ago_s=ago_s
-        )
-    explanation = f"request {name} had it {ago_s:.1f} s before on the same worker, which has not reported it as cached"
-    return MissReason(reason=MissKind.EVENTS_BEHIND, explanation=explanation, worker=where, request=name, ago_s=ago_s)
+        kind, ago_s = MissKind.CLEARED, choice.at_s - at_s
+        text = f"request {name} had it computed on {where}, which has forgotten its cache or begun a new life since"
+    elif where != here:
+        kind = MissKind.COMPUTED_ELSEWHERE
+        text = f"request {name} had it computed on {where} {ago_s:.1f} s before, this one on {here}"
+    else:
+        kind = MissKind.EVENTS_BEHIND
+        text = f"request {name} had it {ago_s:.1f} s before on the same worker, which has not reported it as cached"
+    return MissReason(kind, text, worker=where, request=name, ago_s=ago_s)
 
 
 def _nearest(record: RequestTrace, records: RequestTraces) -> tuple[RequestTrace | None, int]:
     """The latest of several; (None, 0) if no earlier request begins alike."""
     nearest, longest = None, 0
-    for one in records.before(record):
-        common = num_common(one.chain, record.chain)
+    for earlier in records.before(record):
+        common = num_common(earlier.chain, record.chain)
         if common > longest:
-            nearest, longest = one, common
+            nearest, longest = earlier, common
     return nearest, longest
 
 
 def _other_salt(record: RequestTrace, records: RequestTraces) -> str | None:
-    for one in records.before(record):
-        if one.opening and one.opening == record.opening and one.job.cache_salt != record.job.cache_salt:
-            return one.job.group_id
+    for earlier in records.before(record):
+        if earlier.opening and earlier.opening == record.opening and earlier.job.cache_salt != record.job.cache_salt:
+            return earlier.job.group_id
     return None
 
 
