@@ -72,20 +72,12 @@ async def cost_report(gateway: Gateway, request: Request) -> Response:
         asdict(row) | {"cost_usd": report.cost_usd(row)} | dict(report.saved_usd(row)) for row in report.rows
     ]
     return json_response(
-        {
-            "since": report.since_s,
-            "until": report.until_s,
-            "rows_from": report.rows_from_s,
+        asdict(report)
+        | {
             "by": by,
             "rows": rows,
-            "device_hour_usd": report.device_hour,
-            "fleet_device_s": report.fleet_device_s,
-            "fleet_usd": report.fleet_usd,
-            "idle_usd": report.idle_usd,
-            "worker_prompt_tokens": report.worker_prompt_tokens,
-            "worker_output_tokens": report.worker_output_tokens,
             "unrecorded_output_tokens": report.unrecorded_output_tokens,
-            "budgets": [asdict(one) for one in gateway.access.budgets.states()],
+            "budgets": [asdict(budget) for budget in gateway.access.budgets.states()],
         }
     )
 

@@ -174,14 +174,14 @@ def _cut(since_s: int, until_s: int, widths: Sequence[int]) -> list[tuple[str, i
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostReport:
     """`rows` by group. `fleet_usd`: what all devices cost; `idle_usd`: of that, what no request used.
-    `worker_*_tokens`: what workers computed in these minutes, by their own counts. `rows_from_s`: single requests are
+    `worker_*_tokens`: what workers computed in these minutes, by their own counts. `rows_from`: single requests are
     kept from then on; a time before is widened to whole hours."""
 
-    since_s: int
-    until_s: int
-    rows_from_s: int
+    since: int
+    until: int
+    rows_from: int
     rows: tuple[UsageSum, ...]
-    device_hour: float
+    device_hour_usd: float
     fleet_device_s: float
     fleet_usd: float
     idle_usd: float
@@ -191,14 +191,14 @@ class CostReport:
     @property
     def unrecorded_output_tokens(self) -> int:
         """Tokens that workers reported and no row has: running, cut, abandoned or lost answers. Negative if answers
-        began before `since_s`."""
+        began before `since`."""
         return self.worker_output_tokens - sum(row.output_tokens for row in self.rows)
 
     def cost_usd(self, row: UsageSum) -> float:
-        return (row.prefill_device_s + row.decode_device_s) * self.device_hour / HOUR_S
+        return (row.prefill_device_s + row.decode_device_s) * self.device_hour_usd / HOUR_S
 
     def saved_usd(self, row: UsageSum) -> Mapping[str, float]:
-        usd = self.device_hour / HOUR_S
+        usd = self.device_hour_usd / HOUR_S
         return {
             "cache_saved_usd": row.cache_saved_device_s * usd,
             "speculation_saved_usd": row.speculation_saved_device_s * usd,
@@ -221,11 +221,11 @@ def costs(database: Database, prices: PriceList, *, since_s: int, until_s: int, 
     used_s = sum(row.prefill_device_s + row.decode_device_s for row in rows)
     usd = prices.device_hour / HOUR_S
     return CostReport(
-        since_s=since_s,
-        until_s=until_s,
-        rows_from_s=rows_from_s,
+        since=since_s,
+        until=until_s,
+        rows_from=rows_from_s,
         rows=rows,
-        device_hour=prices.device_hour,
+        device_hour_usd=prices.device_hour,
         fleet_device_s=there_s,
         fleet_usd=there_s * usd,
         idle_usd=max(0.0, there_s - used_s) * usd,

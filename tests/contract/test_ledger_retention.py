@@ -83,7 +83,7 @@ def reports(where: Where) -> tuple[Sequence[Sequence[UsageSum]], Sequence[CostRe
             for bucket_s in (None, HOUR, DAY)
         ]
         told = [
-            replace(costs(database, PRICES, since_s=since_s, until_s=until_s, by=("tenant",)), rows_from_s=0)
+            replace(costs(database, PRICES, since_s=since_s, until_s=until_s, by=("tenant",)), rows_from=0)
             for since_s, until_s in [*pairwise(times), (times[0], times[-1]), (times[1], times[-2])]
         ]
         return answers, told, spent_by_tenant(database, START + DAY)
@@ -111,10 +111,10 @@ def test_a_report_says_from_when_on_requests_are_kept(ledger: Where) -> None:
     kept_s = START + 4 * DAY
     with closing(ledger_database(ledger)) as database:
         report = costs(database, PRICES, since_s=START + HOUR + 17, until_s=START + 2 * HOUR + 1, by=())
-        assert (report.rows_from_s, report.since_s, report.until_s) == (kept_s, START + HOUR, START + 3 * HOUR)
+        assert (report.rows_from, report.since, report.until) == (kept_s, START + HOUR, START + 3 * HOUR)
         assert [row.requests for row in report.rows] == [4]
         recent = costs(database, PRICES, since_s=kept_s + 17, until_s=kept_s + HOUR + 1, by=())
-        assert (recent.since_s, recent.until_s) == (kept_s + 17, kept_s + HOUR + 1)
+        assert (recent.since, recent.until) == (kept_s + 17, kept_s + HOUR + 1)
         day = "2024-10-08"
         for asked in ({"bucket_s": 60}, {"until_s": START + 90}):
             times: dict[str, Any] = {"since_s": START, "until_s": START + DAY}
