@@ -19,15 +19,15 @@ from router.auth.auth import AccessControl
 from router.dispatch.chooser import Routing
 from router.files.batch_storage import BatchStorage
 from router.fleet_owner import CapacityOwner, NoFleetOwner
-from router.history.history import History
 from router.http.middleware import random_names
 from router.http.pace import Pace
 from router.http.sse import SseWriter
 from router.jobs import FleetView, Generate
 from router.ledger.request_ledger import RequestLedger
+from router.model_texts import ModelTexts, RevisionTexts, open_texts
+from router.observe.history import History
+from router.observe.request_observer import EndedRequest, ObservedRequest, RequestObserver
 from router.request_metrics import RequestMetrics, Track
-from router.request_observer import EndedRequest, ObservedRequest, RequestObserver
-from router.revisions.texts import ModelTexts, RevisionTexts, open_texts
 from router.router_config import HttpConfig, RouterConfig
 from router.streaming.token_sink import TokenSink, compiled
 from router.text.model_card import ModelCard

@@ -36,7 +36,7 @@ from benchmarks.output import write_figures
 from cluster.cli.main import main as baton
 from router.ledger.ledger_store import LedgerStore
 from router.ledger.request_ledger import RequestLedger
-from router.telemetry.exporter import TraceExporter
+from router.observe.exporter import TraceExporter
 
 PROGRAM = "from benchmarks.gateway.part_cpu import gateway_main; gateway_main()"
 FILE, PART = "BATON_PART_CPU", "BATON_PART"

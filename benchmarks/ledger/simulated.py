@@ -30,7 +30,7 @@ from router.ledger.ledger_store import LedgerStore
 from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList
 from router.ledger.request_ledger import LOOK_S, RequestLedger
-from router.request_observer import EndedRequest, ObservedRequest
+from router.observe.request_observer import EndedRequest, ObservedRequest
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import Usage, UsageCounter
 

@@ -19,29 +19,29 @@ from cluster.gateway.shutdown import Cutoff
 from router.auth.auth import AccessControl
 from router.batches.open_batches import BatchService
 from router.build_router import Router, build_router
-from router.capacity.reporter import CapacityReporter
-from router.capacity.samples import RequestSamples
 from router.files.batch_storage import BatchStorage
 from router.fleet.channels import Channels
 from router.fleet.sleep import SleepWatch
 from router.fleet_owner import CapacityOwner, NoFleetOwner
 from router.gateway import Gateway, open_gateway
-from router.history.history_sampler import HistorySampler
 from router.http.pace import Pace
 from router.ledger.journal import RowJournal
 from router.ledger.ledger_store import LedgerStore
 from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList, read_prices
 from router.ledger.request_ledger import RequestLedger
+from router.observe.history_sampler import HistorySampler
+from router.observe.reporter import CapacityReporter
+from router.observe.request_observer import RequestObserver
+from router.observe.samples import RequestSamples
 from router.prefix.registry import open_feed
 from router.request_metrics import RequestMetrics
-from router.request_observer import RequestObserver
 from router.router_config import RouterConfig
 
 log = logging.getLogger("baton.gateway")
 
 if TYPE_CHECKING:
-    from router.telemetry.exporter import TraceExporter
+    from router.observe.exporter import TraceExporter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ class ModelBackend:
 def _trace_exporter(config: RouterConfig, gateway_id: str, registry: CollectorRegistry) -> TraceExporter | None:
     if not config.telemetry.endpoint:
         return None
-    from router.telemetry.exporter import TraceExporter  # OpenTelemetry's SDK, only where it is used
+    from router.observe.exporter import TraceExporter  # OpenTelemetry's SDK, only where it is used
 
     exporter = TraceExporter(config.telemetry, model=config.model_name, gateway_id=gateway_id)
     registry.register(exporter)

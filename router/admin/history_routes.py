@@ -7,8 +7,8 @@ from starlette.responses import Response
 
 from router.admin.door import seconds_of
 from router.gateway import Gateway
-from router.history.history import PERIOD_S, view
 from router.http.error_responses import json_response
+from router.observe.history import PERIOD_S, view
 from router.request_metrics import GAP_SECONDS, SECONDS
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter
 
 if TYPE_CHECKING:
-    from router.request_observer import EndedRequest, ObservedRequest
+    from router.observe.request_observer import EndedRequest, ObservedRequest
 
 
 class TenantMetrics:

@@ -23,9 +23,9 @@ from router.gateway import Gateway
 from router.http.api import OPENAI, Api
 from router.http.error_responses import error_response, internal_error
 from router.ledger.request_ledger import RequestLedger
+from router.observe.request_observer import BATCH, EndedRequest, ObservedRequest
 from router.openai.openai_api import OPENAI_FACE
 from router.request_metrics import Track
-from router.request_observer import BATCH, EndedRequest, ObservedRequest
 from router.responses.responses import RESPONSES_FACE
 from router.text.text_stream import NO_USAGE, Usage
 from router.traces.request_trace import RequestTraces

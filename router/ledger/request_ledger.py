@@ -18,7 +18,7 @@ from router.ledger.ledger_tables import LOST
 from router.ledger.prices import KINDS, PriceList
 from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest
 from router.ledger.worker_counts import WorkerCounts
-from router.request_observer import EndedRequest, ObservedRequest
+from router.observe.request_observer import EndedRequest, ObservedRequest
 from router.text.text_stream import Usage
 
 log = logging.getLogger("baton.ledger")

@@ -26,8 +26,8 @@ from cluster.gateway.gateway_server import GatewayServer
 from protos import inference_pb2, inference_pb2_grpc
 from protos.errors import Misconfigured
 from protos.tls import FaceTls, PeerTls
+from router.observe import exporter
 from router.router_config import RouterConfig, TelemetryConfig
-from router.telemetry import exporter
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from tests.unit.workers.toy import ToyRunner
 from workers.rpc.worker import Worker

@@ -16,8 +16,8 @@ from cluster.simulate.run.simulation import Steer
 from protos.errors import Misconfigured
 from protos.event_loop import loop_time
 from protos.values import WorkerRole
-from router.capacity.samples import sample_of, sight_of
 from router.fleet_owner import DesiredFleet, FleetChange, GatewaySight
+from router.observe.samples import sample_of, sight_of
 
 MAX_RECORDS = 100_000
 """The requests of a gateway that the planner can look back at."""

@@ -23,7 +23,7 @@ from router.auth.auth import AccessControl
 from router.gateway import Gateway
 from router.http.protocol import HttpProtocol
 from router.jobs import AdapterReport, Job, TokenDelta
-from router.revisions.texts import ModelTexts
+from router.model_texts import ModelTexts
 from router.router_config import HttpConfig, TextConfig
 from router.text.chat_template import ChatTemplate
 from router.text.model_card import ModelCard

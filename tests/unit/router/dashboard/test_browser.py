@@ -30,12 +30,12 @@ from router.fleet_owner import (
     OrderKind,
     PlannerReport,
 )
-from router.history.history import NUM_PERIODS, PERIOD_S, History, HistoryPeriod
 from router.ledger.ledger_store import LedgerStore
 from router.ledger.ledger_tables import ledger_database
 from router.ledger.prices import PriceList
 from router.ledger.request_ledger import RequestLedger
 from router.ledger.rows import LedgerRow
+from router.observe.history import NUM_PERIODS, PERIOD_S, History, HistoryPeriod
 from router.request_metrics import GAP_SECONDS, SECONDS
 from tests.unit.router.dashboard.browser import Browser, Tab
 from tests.unit.router.fake_cluster import Cluster

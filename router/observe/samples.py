@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from protos.event_loop import loop_time
 from router.fleet.member import WorkerStatus
 from router.fleet_owner import GatewaySight, RequestSample, WorkerSight
-from router.request_observer import EndedRequest, ObservedRequest
+from router.observe.request_observer import EndedRequest, ObservedRequest
 from router.traces.request_trace import RequestTrace
 
 MAX_KEPT = 20_000

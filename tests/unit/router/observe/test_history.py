@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from protos.errors import Overloaded
-from router.history.history import NUM_PERIODS, PERIOD_S, History, HistoryPeriod, quantile, view
-from router.history.history_sampler import HistorySampler
+from router.observe.history import NUM_PERIODS, PERIOD_S, History, HistoryPeriod, quantile, view
+from router.observe.history_sampler import HistorySampler
 from router.request_metrics import GAP_SECONDS, SECONDS, RequestMetrics
 from router.text.text_stream import TextDelta, Usage
 from tests.unit.router.scripted import Crew

@@ -8,9 +8,9 @@ import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import SpanContext, TraceFlags
 
+from router.observe.exporter import QueuedRequest, RequestExporter, parse_traceparent, readable_spans
+from router.observe.spans import EndedChoice, TracedRequest, TraceSpan, spans_of
 from router.router_config import TelemetryConfig
-from router.telemetry.exporter import QueuedRequest, RequestExporter, parse_traceparent, readable_spans
-from router.telemetry.spans import EndedChoice, TracedRequest, TraceSpan, spans_of
 from router.traces.request_trace import EventKind, TraceEvent
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

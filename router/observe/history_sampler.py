@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 
 from protos.event_loop import loop_time
 from protos.values import WorkerRole
-from router.history.history import PERIOD_S, History, HistoryPeriod
 from router.jobs import FleetView
+from router.observe.history import PERIOD_S, History, HistoryPeriod
 from router.request_metrics import GAP_SECONDS, SECONDS, RequestMetrics
 
 HERE = ("ready", "draining")

@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from protos.errors import BatonError
 from protos.event_loop import loop_time
 from router.build_router import Router
-from router.capacity.samples import RequestSamples, sample_of, sight_of
 from router.fleet_owner import CapacityNews, CapacityOwner, GatewaySight, NoFleetOwner
+from router.observe.samples import RequestSamples, sample_of, sight_of
 
 log = logging.getLogger("baton.router")
 

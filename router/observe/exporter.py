@@ -28,9 +28,9 @@ from prometheus_client.registry import Collector
 
 from protos.event_loop import loop_time
 from protos.release import VERSION
-from router.request_observer import EndedRequest, ObservedRequest, arrival
+from router.observe.request_observer import EndedRequest, ObservedRequest, arrival
+from router.observe.spans import Attribute, EndedChoice, TracedRequest, spans_of
 from router.router_config import TelemetryConfig
-from router.telemetry.spans import Attribute, EndedChoice, TracedRequest, spans_of
 from router.text.sampling_request import TextRequest
 
 MAX_QUEUED = 2048

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from protos.errors import Overloaded, WorkerLost
-from router.request_observer import EndedRequest, ObservedRequest
+from router.observe.request_observer import EndedRequest, ObservedRequest
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
 

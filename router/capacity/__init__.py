@@ -1,1 +1,0 @@
-"""A gateway's part in capacity: it reports what its clients saw."""

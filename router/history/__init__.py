@@ -1,1 +1,0 @@
-"""A gateway's measurements of the last hour."""

@@ -1,1 +1,0 @@
-"""Requests as OpenTelemetry traces, sent to a collector. Off without `router.telemetry.endpoint`."""
