@@ -62,7 +62,7 @@ class WorkerConfig(StepLimits):
     `revision` names the settings after a roll; workers of different revisions exchange no KV.
     """
 
-    model: str = field(metadata={"help": "Folder of a Hugging Face checkpoint, or GGUF file.", "unit": "path"})
+    model: str = field(metadata={"help": "A checkpoint's folder, a GGUF file, or a hub's name.", "unit": "path"})
     served_name: str = setting("", "What clients call the model; default: its folder's or file's name.")
     device: Device = setting("auto", "auto: GPUs if there are enough.")
     dtype: Dtype = setting("auto", "Of weights, and of KV if kv_dtype is auto; auto: that of the checkpoint.")
@@ -103,7 +103,7 @@ class WorkerConfig(StepLimits):
     def __post_init__(self) -> None:
         if not self.model:
             raise Misconfigured(
-                "no model is given: name a checkpoint folder or a GGUF file (--model, or model = in the file)",
+                "no model is given: give a hub's name, a folder or a GGUF file (--model, or model = in the file)",
                 param="model",
             )
         StepLimits.__post_init__(self)

@@ -8,6 +8,7 @@ from cluster.cli import options
 from cluster.cli.serve import DEMO
 from cluster.config.settings import to_toml
 from protos.errors import BatonError
+from protos.model_files.hub_name import HubName
 
 
 @options.takes_settings("model", several=True)
@@ -19,7 +20,7 @@ def config(given: options.GivenSettings) -> None:
         if len(configs) > 1:
             typer.echo(f"# the model {settings.router.model_name}")
         typer.echo(to_toml(settings), nl=False)
-        if given.flags:
+        if given.flags and HubName.of(settings.worker.model) is None:
             try:
                 settings.check_model()
             except BatonError as error:  # the configuration may be meant for another machine

@@ -10,6 +10,7 @@ import os
 import shlex
 import socket
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -332,3 +333,14 @@ def test_every_command_that_calls_a_gateway_reads_its_url_from_one_variable() ->
                 asking.append(name)
                 assert option.envvar == "BATON_URL", name
     assert {"status", "scale", "drain", "chat", "bench", "doctor", "batch"} <= set(asking)
+
+
+def test_the_settings_of_a_model_by_name_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["baton", "config", "--model", "acme/tiny"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.err) == (0, "")
+    assert tomllib.loads(printed.out)["model"] == "acme/tiny"
