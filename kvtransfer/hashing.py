@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -21,9 +21,6 @@ from protos.values import BLOCK_HASH_BYTES, BlockHash
 
 _TOKEN_BYTES = 4
 _FEW = 4  # blocks that hashlib is done with before compiled code would have been called
-
-Hash = Callable[[BlockHash, bytes, int], bytes]
-"""(parent, tokens as little-endian words, bytes of a block) -> the packed hashes of all blocks."""
 
 
 class Remembering(tuple[int, ...]):
@@ -62,20 +59,20 @@ def chain_hashes(
     """
     num_full = len(token_ids) // block_size
     root = root_hash(salt) if parent is None else parent
-    library = _library() if num_full >= _FEW else None
-    if library is not None and isinstance(token_ids, tuple | list):
-        if not isinstance(token_ids, Remembering):
-            return Chain(_of_ids(library, root, token_ids, num_full, block_size))
-        key = root, num_full, block_size
-        if key not in token_ids.hashed:
-            token_ids.hashed[key] = _of_ids(library, root, token_ids, num_full, block_size)
-        return Chain(token_ids.hashed[key])
-    ids = array("I", token_ids[: num_full * block_size])
-    assert ids.itemsize == _TOKEN_BYTES
-    if sys.byteorder == "big":
-        ids.byteswap()
-    hashed = in_python if num_full < _FEW else fastest()
-    return Chain(hashed(root, ids.tobytes(), block_size * _TOKEN_BYTES))
+    library = compiled() if num_full >= _FEW else None
+    if library is None:
+        ids = array("I", token_ids[: num_full * block_size])
+        assert ids.itemsize == _TOKEN_BYTES
+        if sys.byteorder == "big":
+            ids.byteswap()
+        return Chain(_in_python(root, ids.tobytes(), block_size * _TOKEN_BYTES))
+    if not isinstance(token_ids, Remembering):
+        whole = token_ids if isinstance(token_ids, tuple | list) else list(token_ids)
+        return Chain(_of_ids(library, root, whole, num_full, block_size))
+    key = root, num_full, block_size
+    if key not in token_ids.hashed:
+        token_ids.hashed[key] = _of_ids(library, root, token_ids, num_full, block_size)
+    return Chain(token_ids.hashed[key])
 
 
 def _of_ids(
@@ -89,8 +86,7 @@ def _of_ids(
     return out.raw
 
 
-def in_python(parent: BlockHash, data: bytes, block_bytes: int) -> bytes:
-    """A `Hash` that needs no compiler."""
+def _in_python(parent: BlockHash, data: bytes, block_bytes: int) -> bytes:
     view = memoryview(data)
     hashes: list[BlockHash] = []
     for start in range(0, len(data), block_bytes):
@@ -102,27 +98,9 @@ def in_python(parent: BlockHash, data: bytes, block_bytes: int) -> bytes:
 
 
 @cache
-def fastest() -> Hash:
-    """The best `Hash` of this machine. Its first call may compile for half a second: processes that serve call it
-    before they do."""
-    library = _library()
-    if library is None:
-        return in_python
-
-    def compiled(parent: BlockHash, data: bytes, block_bytes: int) -> bytes:
-        num_blocks = len(data) // block_bytes
-        out = ctypes.create_string_buffer(num_blocks * BLOCK_HASH_BYTES)
-        library.chain(parent, data, num_blocks, block_bytes, out)
-        return out.raw
-
-    return compiled
-
-
-@cache
-def _library() -> ctypes.PyDLL | None:
+def compiled() -> ctypes.PyDLL | None:
+    """None without a compiler. The first call may compile for half a second: processes that serve call it before they
+    do."""
     text, number = ctypes.c_char_p, ctypes.c_int64
-    functions: Functions = {
-        "chain": ((text, text, number, number, text), None),
-        "chain_ids": ((text, ctypes.py_object, ctypes.c_int, number, number, text, text), number),
-    }
+    functions: Functions = {"chain_ids": ((text, ctypes.py_object, ctypes.c_int, number, number, text, text), number)}
     return load(Path(__file__).with_suffix(".c"), functions) if sys.byteorder == "little" else None

@@ -18,7 +18,7 @@ TIMEOUT_S = 2.0  # of a command to Redis
 
 def local_index() -> PrefixIndex:
     """The best index of this machine. The first call may compile for a second."""
-    hashing.fastest()
+    hashing.compiled()
     return TablePrefixIndex() if compiled() is not None else MemoryPrefixIndex()
 
 

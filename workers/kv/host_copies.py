@@ -41,46 +41,17 @@ _NUM_PROBES = 3
 def host_copies(storage: KVStorage, num_slots: int) -> HostCopies:
     """Copies for slots as large as a block of this rank, with KV of a head beside it. Raises Misconfigured without
     memory for them. Only rank 0 is polled for `loaded` ones."""
-    make = CudaCopies if storage.device.type == "cuda" else CpuCopies
-    copies = make(storage, num_slots)
-    return copies if storage.beside is None else CopiesOfBoth(copies, make(storage.beside, num_slots))
+    return (CudaCopies if storage.device.type == "cuda" else CpuCopies)(storage, num_slots)
 
 
 def staging_bytes(*block_bytes: int) -> int:
     """Device memory that the copies of a GPU take, for blocks of so many bytes on a rank, in one storage each."""
-    return _NUM_STAGED * sum([_blocks_a_piece(num_bytes) * num_bytes for num_bytes in block_bytes if num_bytes])
+    return _NUM_STAGED * _blocks_a_piece(sum(block_bytes)) * sum(block_bytes)
 
 
-class CopiesOfBoth:
-    """Blocks of the model, with the KV of a head that lies beside them. An onload is over when both are here."""
-
-    def __init__(self, model: HostCopies, head: HostCopies) -> None:
-        self._both = (model, head)
-        self._over: dict[int, float] = {}  # onloads of which one is here, and the seconds that it took
-        self.blocks_per_s = 1 / (1 / model.blocks_per_s + 1 / head.blocks_per_s)
-
-    def offload(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        for copies in self._both:
-            copies.offload(block_ids, slots)
-
-    def onload(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
-        for copies in self._both:
-            copies.onload(load_id, slots, block_ids)
-
-    def finished(self) -> Sequence[FinishedOnload]:
-        over = []
-        for copies in self._both:
-            for loaded in copies.finished():
-                before_s = self._over.pop(loaded.load_id, None)
-                if before_s is None:
-                    self._over[loaded.load_id] = loaded.elapsed_s
-                else:
-                    over.append(FinishedOnload(load_id=loaded.load_id, elapsed_s=before_s + loaded.elapsed_s))
-        return over
-
-    def await_copy(self, load_id: int) -> None:
-        for copies in self._both:
-            copies.await_copy(load_id)
+def _storages(storage: KVStorage) -> list[KVStorage]:
+    """The model's, and that of a head beside it."""
+    return [storage] if storage.beside is None else [storage, storage.beside]
 
 
 class CpuCopies:
@@ -89,7 +60,8 @@ class CpuCopies:
     def __init__(self, storage: KVStorage, num_slots: int) -> None:
         self._pairs = [
             (data, roomy_zeros(num_slots, *data.shape[:2], *data.shape[3:], dtype=data.dtype))
-            for data in storage.tensors
+            for each in _storages(storage)
+            for data in each.tensors
         ]
         self._loaded: list[FinishedOnload] = []
         self.blocks_per_s = _probed(self, min(num_slots, storage.num_blocks))
@@ -119,9 +91,11 @@ class CudaCopies:
     """Called on the thread whose current stream computes."""
 
     def __init__(self, storage: KVStorage, num_slots: int) -> None:
-        self._storage = storage
-        self._num_staged = _blocks_a_piece(storage.block_bytes)
-        self._parts = [_TensorCopies(storage, data, num_slots, self._num_staged) for data in storage.tensors]
+        self._storages = _storages(storage)
+        self._num_staged = _blocks_a_piece(sum(each.block_bytes for each in self._storages))
+        self._parts = [
+            _TensorCopies(each, data, num_slots, self._num_staged) for each in self._storages for data in each.tensors
+        ]
         self._out, self._in = _cuda.Stream(storage.device), _cuda.Stream(storage.device)
         self._leaving = deque((index, _Mark()) for index in range(_NUM_LEAVING))
         self._stowed = _Mark()
@@ -174,7 +148,8 @@ class CudaCopies:
         done = self._unsettled.pop(load_id)
         _cuda.current_stream().wait_event(done)
         self._out.wait_event(done)
-        self._storage.touch()
+        for storage in self._storages:
+            storage.touch()
 
     def _pieces(self, block_ids: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         assert len(block_ids) == len(slots)

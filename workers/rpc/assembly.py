@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from kvtransfer.hashing import fastest
+from kvtransfer.hashing import compiled
 from kvtransfer.lane_config import LaneConfig
 from kvtransfer.transports.collective.collective import CollectiveTransport
 from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousStore
@@ -44,7 +44,7 @@ def assemble(
 ) -> WorkerParts:
     """Assembles rank 0 of a worker. Blocks while the weights are read. Raises as `open_rank` does."""
     assert rank_id.rank == 0, f"rank {rank_id.rank} must call follow()"
-    fastest()  # compiled now if necessary, not during the first request
+    compiled()  # compiled now if necessary, not during the first request
     store = open_store(rank_id.store_host, rank_id.store_port, key=rank_id.store_key) if rank_id.size > 1 else None
     group = _meet(config, rank_id, store)
     rank = open_rank(config, group, on_progress=on_progress)

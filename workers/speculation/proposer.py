@@ -21,13 +21,15 @@ A proposer that computes with a model (a draft model, EAGLE, Medusa, MTP; docs/a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from protos.codec import Value
 from protos.values import SamplingParams
+from workers.speculation.cost import StepSeconds
 
 Tensor_co = TypeVar("Tensor_co", covariant=True)
+State = TypeVar("State")
 
 
 class SpeculatedSequence(Protocol):
@@ -183,3 +185,47 @@ class TimedProposer(Protocol):
     def take_seconds(self) -> float:
         """Seconds of computation since the last call, in `computed` and in `propose`."""
         ...
+
+
+class BaseProposer(Generic[State]):
+    """A `Proposer` that keeps what `remember` makes of each sequence, and reads no steps."""
+
+    needs = ProposerNeeds()
+
+    def __init__(self, remember: Callable[[SpeculatedSequence], State]) -> None:
+        self._remember = remember
+        self._sequences: dict[str, State] = {}
+
+    def begin(self, sequence: SpeculatedSequence) -> None:
+        self._sequences[sequence.request_id] = self._remember(sequence)
+
+    def computed(self, rows: Sequence[ComputedRow]) -> None: ...
+
+    def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
+        return [self._draft(query) for query in queries]
+
+    def _draft(self, query: DraftQuery) -> Draft:
+        raise NotImplementedError
+
+    def end(self, request_id: str) -> None:
+        del self._sequences[request_id]
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+
+class ModelProposer(BaseProposer[State]):
+    """The part of a `TimedProposer` that counts what its model took, by `clock` in seconds."""
+
+    def __init__(self, remember: Callable[[SpeculatedSequence], State], clock: Callable[[], float]) -> None:
+        super().__init__(remember)
+        self._clock = clock
+        self._cost = StepSeconds()
+        self._spent_s = 0.0
+
+    def skipped(self, rows: Sequence[ComputedRow]) -> None:
+        """A model that reads tokens alone computes what it lacks when it is queried next."""
+
+    def take_seconds(self) -> float:
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -66,10 +67,9 @@ _ARGUMENTS = {
     "largest": (_P, _N, _P, *[_N] * 3, _I),
     "round_rows": (_P, _N, *[_P] * 2, *[_N] * 3, _I, _I),
 }
-_OF_TILES = {
-    "attend_tiles": _ARGUMENTS["attend"],
-    "pack_tiles": _ARGUMENTS["pack_panels"],
-    "multiply_tiles": _ARGUMENTS["multiply_panels"],
+_OF_BOTH = {
+    "pack_codes": (_P, _N, *[_P] * 3, *[_N] * 3, *[_I] * 3),
+    "read_quantised": (*[_P] * 3, _N, _I),
 }
 TIMEOUT_S = 120.0  # of one file's compilation, while a worker waits
 PATIENT_TIMEOUT_S = 1800.0  # while only a person waits
@@ -85,30 +85,12 @@ class Native:
 
     def __init__(self, library: ctypes.CDLL, dtype: str) -> None:
         for name, arguments in _ARGUMENTS.items():
-            function = getattr(library, f"{name}_{dtype}")
-            function.argtypes, function.restype = arguments, None
-        self.norm = getattr(library, f"norm_{dtype}")
-        self.add_norm = getattr(library, f"add_norm_{dtype}")
-        self.silu_mul = getattr(library, f"silu_mul_{dtype}")
-        self.gelu_tanh_mul = getattr(library, f"gelu_tanh_mul_{dtype}")
-        self.activate = getattr(library, f"activate_{dtype}")
-        self.rope_kv_write = getattr(library, f"rope_kv_write_{dtype}")
-        self.attend = getattr(library, f"attend_{dtype}")
-        self.attend_latent = getattr(library, f"attend_latent_{dtype}")
-        self.head_products = getattr(library, f"head_products_{dtype}")
-        self.pack = getattr(library, f"pack_panels_{dtype}")
-        self.multiply = getattr(library, f"multiply_panels_{dtype}")
-        self.multiply_quantised = getattr(library, f"multiply_quantised_{dtype}")
-        self.multiply_router = getattr(library, f"multiply_router_{dtype}")
-        self.multiply_experts = getattr(library, f"multiply_experts_{dtype}")
-        self.multiply_terms = getattr(library, f"multiply_terms_{dtype}")
-        self.run_layers = getattr(library, f"run_layers_{dtype}")
-        self.largest = getattr(library, f"largest_{dtype}")
-        self.round_rows = getattr(library, f"round_rows_{dtype}")
-        self.pack_codes = library.pack_codes
-        self.pack_codes.argtypes, self.pack_codes.restype = (_P, _N, *[_P] * 3, *[_N] * 3, *[_I] * 3), None
-        self.read_quantised = library.read_quantised
-        self.read_quantised.argtypes, self.read_quantised.restype = (*[_P] * 3, _N, _I), None
+            setattr(self, name.removesuffix("_panels"), _declared(library, f"{name}_{dtype}", arguments))
+        for name, arguments in _OF_BOTH.items():
+            setattr(self, name, _declared(library, name, arguments))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        raise AttributeError(name)
 
 
 class Tiles:
@@ -116,12 +98,15 @@ class Tiles:
     their arguments."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        for name, arguments in _OF_TILES.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
-        self.attend = library.attend_tiles
-        self.pack = library.pack_tiles
-        self.multiply = library.multiply_tiles
+        self.attend = _declared(library, "attend_tiles", _ARGUMENTS["attend"])
+        self.pack = _declared(library, "pack_tiles", _ARGUMENTS["pack_panels"])
+        self.multiply = _declared(library, "multiply_tiles", _ARGUMENTS["multiply_panels"])
+
+
+def _declared(library: ctypes.CDLL, name: str, arguments: Sequence[type]) -> Callable[..., None]:
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, None
+    return cast(Callable[..., None], function)
 
 
 def address_of(function: Callable[..., None]) -> int:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Literal, TypedDict, cast
 
 from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.fields import Fields
@@ -94,18 +94,9 @@ class ExpertsConfig:
 
 
 def mixtral_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
-    num_experts = _num_experts(config, "num_local_experts", 8)
-    return ExpertsConfig(
-        routing=ExpertRouting(
-            num_experts=num_experts,
-            num_chosen=_num_chosen(config, num_experts, 2),
-            scoring="softmax",
-            renormalised=True,
-        ),
-        width=_width(config, "intermediate_size"),
-        sparse=(True,) * num_layers,
-        names=_MIXTRAL_NAMES,
-    )
+    numbers = _numbers(config, "num_local_experts", 8, 2)
+    routing = ExpertRouting(**numbers, scoring="softmax", renormalised=True)
+    return _in_every_layer(config, num_layers, routing, _MIXTRAL_NAMES)
 
 
 def qwen2_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
@@ -119,29 +110,16 @@ def qwen3_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
 
 def deepseek_v2_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
     """The softmax is never renormalised, as transformers computes it."""
-    num_experts = _num_experts(config, "n_routed_experts", 64)
+    numbers = _numbers(config, "n_routed_experts", 64, None)
     method = config.text_or("topk_method", "greedy")
     _require(config, "topk_method", method, ("greedy", "group_limited_greedy"))
     _require(config, "scoring_func", config.text_or("scoring_func", "softmax"), ("softmax",))
     _require(config, "norm_topk_prob", config.flag("norm_topk_prob"), (False,))
-    num_groups, num_chosen_groups = 1, 1
-    num_chosen = _num_chosen(config, num_experts, None)
+    factor = config.number_or("routed_scaling_factor", 1.0)
+    routing = ExpertRouting(**numbers, scoring="softmax", factor=factor)
     if method == "group_limited_greedy":
-        num_groups, num_chosen_groups = _groups(config, num_experts, num_chosen, smallest=1)
-    return ExpertsConfig(
-        routing=ExpertRouting(
-            num_experts=num_experts,
-            num_chosen=num_chosen,
-            scoring="softmax",
-            factor=config.number_or("routed_scaling_factor", 1.0),
-            num_groups=num_groups,
-            num_chosen_groups=num_chosen_groups,
-        ),
-        width=_width(config, "moe_intermediate_size"),
-        sparse=_sparse_from(config, num_layers, default=0),
-        names=ExpertNames(),
-        shared_width=_shared_width(config, default=2),
-    )
+        routing = _grouped(config, routing, smallest=1)
+    return _with_shared(config, num_layers, routing, first_sparse=0, num_shared=2)
 
 
 def deepseek_v3_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
@@ -154,41 +132,22 @@ def glm4_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
 
 def minimax_m2_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
     """Published files have options that transformers does not read: others than theirs are refused."""
-    num_experts = _num_experts(config, "num_local_experts", 256)
+    numbers = _numbers(config, "num_local_experts", 256, 8)
     _require(config, "scoring_func", config.text_or("scoring_func", "sigmoid"), ("sigmoid",))
     _require(config, "qk_norm_type", config.text_or("qk_norm_type", "per_layer"), ("per_layer",))
     for key in ("use_qk_norm", "use_routing_bias"):
         _require(config, key, config.flag(key, default=True), (True,))
     _require(config, "shared_intermediate_size", config.integer_or("shared_intermediate_size", 0, minimum=0), (0,))
-    return ExpertsConfig(
-        routing=ExpertRouting(
-            num_experts=num_experts,
-            num_chosen=_num_chosen(config, num_experts, 8),
-            scoring="sigmoid",
-            renormalised=True,
-            corrected=True,
-        ),
-        width=_width(config, "intermediate_size"),
-        sparse=(True,) * num_layers,
-        names=replace(_MIXTRAL_NAMES, correction="e_score_correction_bias"),
-    )
+    routing = ExpertRouting(**numbers, scoring="sigmoid", renormalised=True, corrected=True)
+    return _in_every_layer(config, num_layers, routing, replace(_MIXTRAL_NAMES, correction="e_score_correction_bias"))
 
 
 def gpt_oss_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
-    num_experts = _num_experts(config, "num_local_experts", 128)
-    return ExpertsConfig(
-        routing=ExpertRouting(
-            num_experts=num_experts,
-            num_chosen=_num_chosen(config, num_experts, 4),
-            scoring="softmax-of-chosen",
-            biased=True,
-        ),
-        width=_width(config, "intermediate_size"),
-        sparse=(True,) * num_layers,
-        names=ExpertNames(router="router"),
-        clamped=ClampedGate(alpha=config.number_or("swiglu_alpha", 1.702), limit=config.number_or("swiglu_limit", 7.0)),
-        biased=True,
-    )
+    numbers = _numbers(config, "num_local_experts", 128, 4)
+    routing = ExpertRouting(**numbers, scoring="softmax-of-chosen", biased=True)
+    gate = ClampedGate(alpha=config.number_or("swiglu_alpha", 1.702), limit=config.number_or("swiglu_limit", 7.0))
+    experts = _in_every_layer(config, num_layers, routing, ExpertNames(router="router"))
+    return replace(experts, clamped=gate, biased=True)
 
 
 def _qwen_experts(
@@ -198,15 +157,10 @@ def _qwen_experts(
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     if config.raw(key) == 0:
         return None
-    num_experts = _num_experts(config, key, num_experts)
+    numbers = _numbers(config, key, num_experts, num_chosen)
     step, dense = config.integer_or("decoder_sparse_step", 1), _layers(config, "mlp_only_layers", num_layers)
     return ExpertsConfig(
-        routing=ExpertRouting(
-            num_experts=num_experts,
-            num_chosen=_num_chosen(config, num_experts, num_chosen),
-            scoring="softmax",
-            renormalised=config.flag("norm_topk_prob"),
-        ),
+        routing=ExpertRouting(**numbers, scoring="softmax", renormalised=config.flag("norm_topk_prob")),
         width=_width(config, "moe_intermediate_size"),
         sparse=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)),
         names=ExpertNames(shared="shared_expert"),
@@ -219,52 +173,68 @@ def _sigmoid_experts(
     config: Fields, num_layers: int, *, num_experts: int, groups: tuple[int, int], factor: float, first_sparse: int
 ) -> ExpertsConfig:
     """DeepSeek-V3's router, which GLM-4-MoE has, too. `groups` are the defaults of `n_group` and `topk_group`."""
-    num_experts = _num_experts(config, "n_routed_experts", num_experts)
+    numbers = _numbers(config, "n_routed_experts", num_experts, 8)
     _require(config, "scoring_func", config.text_or("scoring_func", "sigmoid"), ("sigmoid",))
     _require(config, "topk_method", config.text_or("topk_method", "noaux_tc"), ("noaux_tc",))
-    num_chosen = _num_chosen(config, num_experts, 8)
-    num_groups, num_chosen_groups = _groups(config, num_experts, num_chosen, smallest=2, defaults=groups)
+    routing = ExpertRouting(
+        **numbers,
+        scoring="sigmoid",
+        renormalised=config.flag("norm_topk_prob", default=True),
+        epsilon=1e-20,
+        factor=config.number_or("routed_scaling_factor", factor),
+        group_score="top-2",
+        corrected=True,
+    )
+    routing = _grouped(config, routing, smallest=2, defaults=groups)
+    return _with_shared(config, num_layers, routing, first_sparse=first_sparse, num_shared=1)
+
+
+def _in_every_layer(config: Fields, num_layers: int, routing: ExpertRouting, names: ExpertNames) -> ExpertsConfig:
+    width = _width(config, "intermediate_size")
+    return ExpertsConfig(routing=routing, width=width, sparse=(True,) * num_layers, names=names)
+
+
+def _with_shared(
+    config: Fields, num_layers: int, routing: ExpertRouting, *, first_sparse: int, num_shared: int
+) -> ExpertsConfig:
+    """Layers are sparse from one on, with shared experts as wide together as so many."""
+    _require(config, "moe_layer_freq", config.integer_or("moe_layer_freq", 1), (1,))
+    first = config.integer_or("first_k_dense_replace", first_sparse, minimum=0)
+    width, count = _width(config, "moe_intermediate_size"), config.integer_or("n_shared_experts", num_shared, minimum=0)
     return ExpertsConfig(
-        routing=ExpertRouting(
-            num_experts=num_experts,
-            num_chosen=num_chosen,
-            scoring="sigmoid",
-            renormalised=config.flag("norm_topk_prob", default=True),
-            epsilon=1e-20,
-            factor=config.number_or("routed_scaling_factor", factor),
-            num_groups=num_groups,
-            num_chosen_groups=num_chosen_groups,
-            group_score="top-2",
-            corrected=True,
-        ),
-        width=_width(config, "moe_intermediate_size"),
-        sparse=_sparse_from(config, num_layers, default=first_sparse),
+        routing=routing,
+        width=width,
+        sparse=tuple(layer >= first for layer in range(num_layers)),
         names=ExpertNames(),
-        shared_width=_shared_width(config, default=1),
+        shared_width=_at_most(config, "n_shared_experts", count * width, _MAX_WIDTH),
     )
 
 
-def _num_experts(config: Fields, key: str, default: int) -> int:
+class _Numbers(TypedDict):
+    num_experts: int
+    num_chosen: int
+
+
+def _numbers(config: Fields, key: str, default: int, chosen: int | None) -> _Numbers:
+    """`default` experts where `key` is absent, of which a token chooses `chosen`; None: the file must say."""
     _require(config, "hidden_act", config.text_or("hidden_act", "silu"), ("silu", "swish"))
-    return _at_most(config, key, config.integer_or(key, default), _MAX_EXPERTS)
-
-
-def _num_chosen(config: Fields, num_experts: int, default: int | None) -> int:
+    num_experts = _at_most(config, key, config.integer_or(key, default), _MAX_EXPERTS)
     key = "num_experts_per_tok"
-    num_chosen = config.integer(key) if default is None else config.integer_or(key, default)
+    num_chosen = config.integer(key) if chosen is None else config.integer_or(key, chosen)
     if num_chosen > num_experts:
         raise BadCheckpoint(
             f"{config.where}: num_experts_per_tok is {num_chosen}, and the model has {num_experts} experts: it must be "
             "at most as many. Use the checkpoint's original file",
             param=key,
         )
-    return num_chosen
+    return _Numbers(num_experts=num_experts, num_chosen=num_chosen)
 
 
-def _groups(
-    config: Fields, num_experts: int, num_chosen: int, *, smallest: int, defaults: tuple[int, int] | None = None
-) -> tuple[int, int]:
-    """`n_group` and `topk_group`; a group has at least `smallest` experts."""
+def _grouped(
+    config: Fields, routing: ExpertRouting, *, smallest: int, defaults: tuple[int, int] | None = None
+) -> ExpertRouting:
+    """With `n_group` and `topk_group`; a group has at least `smallest` experts."""
+    num_experts, num_chosen = routing.num_experts, routing.num_chosen
     if defaults is None:
         num_groups, num_chosen_groups = config.integer("n_group"), config.integer("topk_group")
     else:
@@ -283,18 +253,7 @@ def _groups(
             f"groups of {size} experts must hold the {num_chosen} of a token. Use the checkpoint's original file",
             param="topk_group",
         )
-    return num_groups, num_chosen_groups
-
-
-def _sparse_from(config: Fields, num_layers: int, *, default: int) -> tuple[bool, ...]:
-    _require(config, "moe_layer_freq", config.integer_or("moe_layer_freq", 1), (1,))
-    first = config.integer_or("first_k_dense_replace", default, minimum=0)
-    return tuple(layer >= first for layer in range(num_layers))
-
-
-def _shared_width(config: Fields, *, default: int) -> int:
-    count = config.integer_or("n_shared_experts", default, minimum=0)
-    return _at_most(config, "n_shared_experts", count * config.integer("moe_intermediate_size"), _MAX_WIDTH)
+    return replace(routing, num_groups=num_groups, num_chosen_groups=num_chosen_groups)
 
 
 def _width(config: Fields, key: str) -> int:

@@ -18,8 +18,7 @@ from msgspec.structs import replace
 
 from protos.values import SamplingParams, SpeculationParams
 from workers.batch import Batch, Row, Sample, StepOutput, is_penalised
-from workers.speculation.cost import StepSeconds
-from workers.speculation.proposer import NO_DRAFT, ComputedRow, Draft, DraftQuery, ProposerNeeds, SpeculatedSequence
+from workers.speculation.proposer import NO_DRAFT, Draft, DraftQuery, ModelProposer, SpeculatedSequence
 from workers.speculation.proposers.draft_pages import DraftPages, num_tokens, tokens_between
 
 
@@ -77,28 +76,14 @@ class _Drafting:
         )
 
 
-class DraftModelProposer:
-    """`clock` in seconds."""
-
+class DraftModelProposer(ModelProposer[tuple[SpeculatedSequence, SamplingParams]]):
     name = "model"
-    needs = ProposerNeeds()
 
     def __init__(self, runner: DraftRunner, limits: DraftLimits, *, clock: Callable[[], float]) -> None:
+        super().__init__(lambda each: (each, drafting_params(each.sampling, limits.vocab_size)), clock)
         self._runner = runner
         self._limits = limits
-        self._clock = clock
         self._pages = DraftPages(limits.block_size)
-        self._sequences: dict[str, tuple[SpeculatedSequence, SamplingParams]] = {}
-        self._cost = StepSeconds()
-        self._spent_s = 0.0
-
-    def begin(self, sequence: SpeculatedSequence) -> None:
-        self._sequences[sequence.request_id] = sequence, drafting_params(sequence.sampling, self._limits.vocab_size)
-
-    def computed(self, rows: Sequence[ComputedRow]) -> None: ...
-
-    def skipped(self, rows: Sequence[ComputedRow]) -> None:
-        """Nothing is lost: it computes what it lacks when it is queried next."""
 
     def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
         draftings = [self._drafting(place, query) for place, query in enumerate(queries)]
@@ -124,22 +109,15 @@ class DraftModelProposer:
         for drafting, _ in rows:
             if drafting.drafts:
                 self._pages.wrote(drafting.sequence, drafting.num_known, tuple(drafting.drafts[:-1]))
-        return [self._draft(drafting) for drafting in draftings]
+        return [self._made(drafting) for drafting in draftings]
 
     def end(self, request_id: str) -> None:
-        del self._sequences[request_id]
+        super().end(request_id)
         self._pages.end(request_id)
 
     def seconds(self, num_rows: int, num_drafts: int) -> float:
         first_s = self._cost.seconds(2 * num_rows)  # a sequence has brought two tokens since, more or less
         return first_s + (num_drafts - 1) * self._cost.seconds(num_rows)
-
-    def take_seconds(self) -> float:
-        spent_s, self._spent_s = self._spent_s, 0.0
-        return spent_s
-
-    def __len__(self) -> int:
-        return len(self._sequences)
 
     def _drafting(self, place: int, query: DraftQuery) -> _Drafting:
         sequence, sampling = self._sequences[query.request_id]
@@ -176,7 +154,7 @@ class DraftModelProposer:
             else:
                 drafting.max_drafts = len(drafting.drafts)
 
-    def _draft(self, drafting: _Drafting) -> Draft:
+    def _made(self, drafting: _Drafting) -> Draft:
         return Draft(token_ids=tuple(drafting.drafts), source=self.name) if drafting.drafts else NO_DRAFT
 
 

@@ -23,8 +23,15 @@ from typing import Protocol
 
 from protos.values import SamplingParams
 from workers.batch import Batch, Row, Sample, StepOutput
-from workers.speculation.cost import StepSeconds
-from workers.speculation.proposer import NO_DRAFT, ComputedRow, Draft, DraftQuery, ProposerNeeds, SpeculatedSequence
+from workers.speculation.proposer import (
+    NO_DRAFT,
+    ComputedRow,
+    Draft,
+    DraftQuery,
+    ModelProposer,
+    ProposerNeeds,
+    SpeculatedSequence,
+)
 from workers.speculation.proposers.draft_model_proposer import DraftLimits, drafting_params
 from workers.speculation.proposers.draft_pages import num_tokens
 
@@ -52,8 +59,8 @@ class _Headed:
     first: int = 0  # position from which it has entries
 
 
-class HeadProposer:
-    """`clock` in seconds. `headless`: pages whose KV is without that of the head (`BlockPool.headless`)."""
+class HeadProposer(ModelProposer[_Headed]):
+    """`headless`: pages whose KV is without that of the head (`BlockPool.headless`)."""
 
     needs = ProposerNeeds(every_step=True, every_row=True)
 
@@ -66,19 +73,12 @@ class HeadProposer:
         clock: Callable[[], float],
         headless: set[int] | None = None,
     ) -> None:
+        super().__init__(lambda each: _Headed(each, drafting_params(each.sampling, penalised=False)), clock)
         self.name = name
         self._runner = runner
         self._limits = limits
-        self._clock = clock
         self._headless = headless if headless is not None else set()
-        self._sequences: dict[str, _Headed] = {}
         self._continued: frozenset[str] = frozenset()  # sequences whose features the runner has
-        self._cost = StepSeconds()
-        self._spent_s = 0.0
-
-    def begin(self, sequence: SpeculatedSequence) -> None:
-        sampling = drafting_params(sequence.sampling, penalised=False)
-        self._sequences[sequence.request_id] = _Headed(sequence, sampling)
 
     def computed(self, rows: Sequence[ComputedRow]) -> None:
         start_s = self._clock()
@@ -148,19 +148,9 @@ class HeadProposer:
             for query in queries
         ]
 
-    def end(self, request_id: str) -> None:
-        del self._sequences[request_id]
-
     def seconds(self, num_rows: int, num_drafts: int) -> float:
         """The first draft came with the entries, which are made in any case."""
         return (num_drafts - 1) * self._cost.seconds(num_rows)
-
-    def take_seconds(self) -> float:
-        spent_s, self._spent_s = self._spent_s, 0.0
-        return spent_s
-
-    def __len__(self) -> int:
-        return len(self._sequences)
 
     def _max_drafts(self, request_id: str, max_drafts: int) -> int:
         """A draft is the entry before it, which has a position."""

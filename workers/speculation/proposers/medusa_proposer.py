@@ -12,8 +12,15 @@ from typing import Protocol
 
 from protos.values import SamplingParams
 from workers.batch import Sample
-from workers.speculation.cost import StepSeconds
-from workers.speculation.proposer import NO_DRAFT, ComputedRow, Draft, DraftQuery, ProposerNeeds, SpeculatedSequence
+from workers.speculation.proposer import (
+    NO_DRAFT,
+    ComputedRow,
+    Draft,
+    DraftQuery,
+    ModelProposer,
+    ProposerNeeds,
+    SpeculatedSequence,
+)
 from workers.speculation.proposers.draft_model_proposer import drafting_params
 from workers.speculation.proposers.draft_pages import num_tokens
 
@@ -36,23 +43,15 @@ class _Placed:
     place: int = 0
 
 
-class MedusaProposer:
-    """`clock` in seconds."""
-
+class MedusaProposer(ModelProposer[_Placed]):
     name = "medusa"
     needs = ProposerNeeds(every_step=True)
 
     def __init__(self, runner: MedusaRunner, num_heads: int, *, clock: Callable[[], float]) -> None:
+        super().__init__(lambda each: _Placed(each, drafting_params(each.sampling, penalised=False)), clock)
         self._runner = runner
         self._num_heads = num_heads
-        self._clock = clock
-        self._sequences: dict[str, _Placed] = {}
         self._step: set[str] = set()  # sequences of the last step
-        self._cost = StepSeconds()
-        self._spent_s = 0.0
-
-    def begin(self, sequence: SpeculatedSequence) -> None:
-        self._sequences[sequence.request_id] = _Placed(sequence, drafting_params(sequence.sampling, penalised=False))
 
     def computed(self, rows: Sequence[ComputedRow]) -> None:
         self._step = set()
@@ -88,18 +87,11 @@ class MedusaProposer:
         ]
 
     def end(self, request_id: str) -> None:
-        del self._sequences[request_id]
+        super().end(request_id)
         self._step.discard(request_id)
 
     def seconds(self, num_rows: int, num_drafts: int) -> float:
         return self._cost.seconds(num_rows * min(num_drafts, self._num_heads))
-
-    def take_seconds(self) -> float:
-        spent_s, self._spent_s = self._spent_s, 0.0
-        return spent_s
-
-    def __len__(self) -> int:
-        return len(self._sequences)
 
     def _is_current(self, query: DraftQuery) -> bool:
         placed = self._sequences[query.request_id]

@@ -22,7 +22,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.speculation.proposer import NO_DRAFT, ComputedRow, Draft, DraftQuery, ProposerNeeds, SpeculatedSequence
+from workers.speculation.proposer import NO_DRAFT, BaseProposer, Draft, DraftQuery, SpeculatedSequence
 
 KEY = 3
 """Tokens of a key: longer matches are among the places of the last three tokens."""
@@ -148,31 +148,18 @@ class MatchIndex:
         return (first << _BITS | second) << _BITS | third
 
 
-class NgramProposer:
+class NgramProposer(BaseProposer[SpeculatedSequence]):
     """Matches the end of each sequence in its own prompt and answer."""
 
     name = "ngram"
-    needs = ProposerNeeds()
 
     def __init__(self) -> None:
-        self._sequences: dict[str, SpeculatedSequence] = {}
-        self._indexes: dict[str, MatchIndex] = {}
-
-    def begin(self, sequence: SpeculatedSequence) -> None:
-        """The index is made by the first query: a sequence without queries costs nothing."""
-        self._sequences[sequence.request_id] = sequence
-
-    def computed(self, rows: Sequence[ComputedRow]) -> None: ...
-
-    def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
-        return [self._draft(query) for query in queries]
+        super().__init__(lambda sequence: sequence)
+        self._indexes: dict[str, MatchIndex] = {}  # made by the first query
 
     def end(self, request_id: str) -> None:
-        del self._sequences[request_id]
+        super().end(request_id)
         self._indexes.pop(request_id, None)
-
-    def __len__(self) -> int:
-        return len(self._sequences)
 
     def _draft(self, query: DraftQuery) -> Draft:
         sequence = self._sequences[query.request_id]

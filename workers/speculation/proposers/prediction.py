@@ -9,10 +9,9 @@ of several places the one next to where it was before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workers.speculation.proposer import NO_DRAFT, ComputedRow, Draft, DraftQuery, ProposerNeeds, SpeculatedSequence
+from workers.speculation.proposer import NO_DRAFT, BaseProposer, Draft, DraftQuery, SpeculatedSequence
 
 MATCH = 2
 """Tokens of the answer that find its place in the prediction again."""
@@ -33,31 +32,16 @@ class _Place:
     num_followed: int = 0
 
 
-class PredictionProposer:
+class PredictionProposer(BaseProposer[_Place]):
     """Proposes what follows in the prediction; nothing for sequences without one."""
 
     name = "prediction"
-    needs = ProposerNeeds()
 
     def __init__(self) -> None:
-        self._places: dict[str, _Place] = {}
-
-    def begin(self, sequence: SpeculatedSequence) -> None:
-        self._places[sequence.request_id] = _Place(sequence)
-
-    def computed(self, rows: Sequence[ComputedRow]) -> None: ...
-
-    def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
-        return [self._draft(query) for query in queries]
-
-    def end(self, request_id: str) -> None:
-        del self._places[request_id]
-
-    def __len__(self) -> int:
-        return len(self._places)
+        super().__init__(_Place)
 
     def _draft(self, query: DraftQuery) -> Draft:
-        place = self._places[query.request_id]
+        place = self._sequences[query.request_id]
         predicted = place.sequence.prediction_ids
         if not predicted:
             return NO_DRAFT

@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from workers.speculation.proposer import NO_DRAFT, ComputedRow, Draft, DraftQuery, ProposerNeeds, SpeculatedSequence
+from workers.speculation.proposer import NO_DRAFT, BaseProposer, Draft, DraftQuery, SpeculatedSequence
 
 MIN_MATCH = 3
 MAX_MATCH = 16
@@ -116,15 +116,14 @@ class _EndedAnswer:
     token_ids: tuple[int, ...]
 
 
-class SuffixProposer:
+class SuffixProposer(BaseProposer[SpeculatedSequence]):
     """Learns each answer when it ends, unless nothing was queried for it."""
 
     name = "suffix"
-    needs = ProposerNeeds()
 
     def __init__(self, max_bytes: int = 64 * 2**20) -> None:
+        super().__init__(lambda sequence: sequence)
         self._max_tokens = max_bytes // BYTES_A_TOKEN
-        self._sequences: dict[str, SpeculatedSequence] = {}
         self._queried: set[str] = set()
         self._past: dict[bytes, PastAnswers] = {}
         self._ended: deque[_EndedAnswer] = deque()  # being added
@@ -132,23 +131,15 @@ class SuffixProposer:
         self._added: deque[tuple[bytes, int]] = deque()  # answers, oldest first, with their lengths
         self.num_tokens = 0
 
-    def begin(self, sequence: SpeculatedSequence) -> None:
-        self._sequences[sequence.request_id] = sequence
-
-    def computed(self, rows: Sequence[ComputedRow]) -> None: ...
-
     def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
         self._add(TOKENS_A_CALL)
-        return [self._draft(query) for query in queries]
+        return super().propose(queries)
 
     def end(self, request_id: str) -> None:
         sequence = self._sequences.pop(request_id)
         if request_id in self._queried:
             self._queried.discard(request_id)
             self._learn(sequence.cache_salt, tuple(sequence.output_ids))
-
-    def __len__(self) -> int:
-        return len(self._sequences)
 
     def _learn(self, salt: bytes, token_ids: tuple[int, ...]) -> None:
         """From the last tokens that fit."""
