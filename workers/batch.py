@@ -1,10 +1,7 @@
 """The seam between scheduler and runner: a batch for one step out, a step's output back. Values only: no torch, no
 engine state.
 
-The seam to the device has two shapes, and an engine accepts either (`pipeline`)::
-
-    Runner     run(batch) ──▶ StepOutput                                computes the step before it returns
-    Pipeline   launch(batch) ──▶ PendingStep ── fetch() ──▶ StepOutput  begins it; the host continues meanwhile
+    launch(batch) ──▶ PendingStep ── fetch() ──▶ StepOutput    the host continues meanwhile
 
 Steps are launched, computed and fetched in one order. An engine of depth d launches step n before it has fetched step
 n - d: the tokens that n - d samples are then unknown when n is planned, and step n reads them on the device
@@ -24,8 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
-
-from msgspec.structs import replace
 
 from protos.codec import Value
 from protos.values import ErrorInfo, Logprobs, SamplingParams
@@ -153,20 +148,10 @@ class StepOutput(Value, frozen=True, kw_only=True):
     ends_s: tuple[float, ...] = ()
 
 
-class Runner(Protocol):
-    """Computes a step: forward pass, then sampling. Called from the engine's thread only, one batch at a time.
-
-    The KV of every position in the batch is in its block when `run` returns. Raises only for faults of the machine
-    (out of memory, a lost rank): then the engine is lost with it.
-    """
-
-    def run(self, batch: Batch) -> StepOutput: ...
-
-
 class PendingStep(Protocol):
     def fetch(self) -> StepOutput:
-        """Waits for the step's end. Called once, from the engine's thread, in the order of the launches. Raises what
-        `Runner.run` raises."""
+        """Waits for the step's end. Called once, from the engine's thread, in the order of the launches. Raises only
+        for faults of the machine (out of memory, a lost rank): then the engine is lost with it."""
         ...
 
 
@@ -197,17 +182,6 @@ class DeviceTimedStep(Protocol):
         ...
 
 
-@runtime_checkable
-class Pipeline(Protocol):
-    """Computes steps one after the other, in the order they were launched, while the host prepares the next one.
-
-    A step sees all that the steps before it wrote into the cache, and so does code that reads or writes blocks between
-    two launches. Raises as `Runner.run` does, here or when the step is fetched.
-    """
-
-    def launch(self, batch: Batch) -> PendingStep: ...
-
-
 class RowLimits(Value, frozen=True, kw_only=True):
     """The most that a pipeline or runner computes: `Batch.num_steps`, and `Row.draft_ids` of a row. By default rows
     bring one token each."""
@@ -216,16 +190,18 @@ class RowLimits(Value, frozen=True, kw_only=True):
     num_drafts: int = 0
 
 
-@runtime_checkable
-class LimitsRows(Protocol):
-    """A runner or pipeline whose rows may bring several tokens."""
+class Pipeline(Protocol):
+    """Computes steps, forward pass and then sampling, one after the other in the order they were launched, while the
+    host prepares the next one. Called from the engine's thread only.
+
+    A step sees all that the steps before it wrote into the cache, and so does code that reads or writes blocks between
+    two launches. Raises as `PendingStep.fetch` does, here or when the step is fetched.
+    """
 
     @property
     def row_limits(self) -> RowLimits: ...
 
-
-def row_limits(runner: Runner | Pipeline) -> RowLimits:
-    return runner.row_limits if isinstance(runner, LimitsRows) else RowLimits()
+    def launch(self, batch: Batch) -> PendingStep: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,39 +212,3 @@ class CompletedStep:
 
     def fetch(self) -> StepOutput:
         return self.output
-
-
-class SyncPipeline:
-    """A runner as a pipeline: each step is computed within its launch, so any depth is right and none is faster."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._last = StepOutput(rows=())
-
-    @property
-    def row_limits(self) -> RowLimits:
-        return row_limits(self._runner)
-
-    def launch(self, batch: Batch) -> CompletedStep:
-        self._last = self._runner.run(resolved(batch, self._last))
-        return CompletedStep(output=self._last)
-
-
-def pipeline(runner: Runner | Pipeline) -> Pipeline:
-    return runner if isinstance(runner, Pipeline) else SyncPipeline(runner)
-
-
-def resolved(batch: Batch, last: StepOutput) -> Batch:
-    """The batch with every token known, once the step before it is over: no row depends on another."""
-    return Batch(rows=tuple(_resolved(row, last) for row in batch.rows), num_steps=batch.num_steps)
-
-
-def _resolved(row: Row, last: StepOutput) -> Row:
-    if row.depends_on_row is None:
-        return row
-    token_ids = last.rows[row.depends_on_row].token_ids
-    assert token_ids, f"request {row.request_id} depends on a row that sampled nothing"
-    sample = row.sample
-    if sample is not None and is_penalised(sample.params):
-        sample = replace(sample, output_ids=(*sample.output_ids, *token_ids))
-    return replace(row, token_ids=(*row.token_ids, token_ids[-1]), sample=sample, depends_on_row=None)

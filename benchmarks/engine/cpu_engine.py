@@ -34,7 +34,7 @@ from workers.build_rank import build_engine, open_rank
 from workers.engine.engine import Engine
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
-from workers.scheduling.role import Colocated
+from workers.scheduling.role import Role
 from workers.worker_config import WorkerConfig
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "model"
@@ -93,7 +93,7 @@ def opened(folder: Path, num_blocks: int = NUM_BLOCKS) -> Iterator[Engine]:
     rank.storage.data.zero_()  # as after a while: a system that lends a page for the first time takes its time
     leader = Leader(rank.group)
     try:
-        yield build_engine(rank, leader, lambda _: Colocated(), incarnation=1, clock=time.monotonic)
+        yield build_engine(rank, leader, lambda _: Role(), incarnation=1, clock=time.monotonic)
     finally:
         leader.close()
 

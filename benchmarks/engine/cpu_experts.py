@@ -36,7 +36,7 @@ from workers.engine.engine import Engine
 from workers.models.model_config import read_config, weight_bytes
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
-from workers.scheduling.role import Colocated
+from workers.scheduling.role import Role
 from workers.weights.weight_formats import Quantize
 from workers.worker_config import WorkerConfig
 
@@ -137,7 +137,7 @@ def measured(name: str, folder: Path, quantize: Quantize) -> ExpertsFigure:
     rank = open_rank(config, Solo())
     leader = Leader(rank.group)
     torch.set_num_threads(1)
-    engine = build_engine(rank, leader, lambda _: Colocated(), incarnation=1, clock=time.monotonic)
+    engine = build_engine(rank, leader, lambda _: Role(), incarnation=1, clock=time.monotonic)
     step_s = dict.fromkeys(STREAMS, float("inf"))
     bandwidth = 0.0
     for _ in range(3):  # by turns, so that what else the machine does meets all alike

@@ -70,6 +70,7 @@ class CachedModel:
             max_query=len(token_ids),
             max_context=stop,
         )
+        self._attention.begin(inputs)
         return self._model.forward(
             ModelInputs(
                 token_ids_T=torch.tensor(token_ids),

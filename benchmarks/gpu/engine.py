@@ -47,7 +47,7 @@ from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
 from workers.runner.cuda_graphs import CudaRecorder
 from workers.runner.torch_runner import TorchRunner
-from workers.scheduling.role import Colocated
+from workers.scheduling.role import Role
 from workers.weights.encoding import LayerContext
 from workers.weights.formats.float_matrix import only_floats
 from workers.worker_config import SchedulerConfig, WorkerConfig
@@ -152,7 +152,7 @@ def opened(folder: Path, plan: EnginePlan, device: str) -> Iterator[Engine]:
     rank = random_rank(config, model, device)
     leader = Leader(rank.group)
     try:
-        yield build_engine(rank, leader, lambda _: Colocated(), incarnation=1, clock=time.perf_counter)
+        yield build_engine(rank, leader, lambda _: Role(), incarnation=1, clock=time.perf_counter)
     finally:
         leader.close()
 

@@ -16,10 +16,10 @@ import json
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import typer
 from rich.console import Console
@@ -41,7 +41,8 @@ from benchmarks.routing.prefix_workload import (
     resident_bytes,
     tokens_per_s,
 )  # fmt: skip
-from kvtransfer.hashing import Hash, chain_hashes, fastest, in_python
+from kvtransfer import hashing
+from kvtransfer.hashing import chain_hashes
 from protos.chain import Chain
 from protos.kv_pb2 import KVEvents as Message
 from protos.values import BlockStored, KVEvents
@@ -54,16 +55,14 @@ from router.prefix.redis_url import parse
 from router.prefix.registry import local_index
 from router.prefix.table_index import TablePrefixIndex
 
-SUBJECTS: dict[str, tuple[Callable[[], PrefixIndex], Hash]] = {
-    "tables": (TablePrefixIndex, fastest()),
-    "plain Python": (MemoryPrefixIndex, in_python),
-}
+SUBJECTS: dict[str, Callable[[], PrefixIndex]] = {"tables": TablePrefixIndex, "plain Python": MemoryPrefixIndex}
+"""By names; plain Python hashes without compiled code."""
 PATIENCE_S = 60.0
 
 
 def measure(name: str) -> dict[str, Any]:
     """All figures of one of our own. Events come as bytes, as a worker sends them, and decoding is counted."""
-    make_index, hashed = SUBJECTS[name]
+    make_index = SUBJECTS[name]
     work = make(NUM_BLOCKS, NUM_WORKERS)
     sent = [(f"w{one.worker}", _sent(Chain.of(one.hashes), number)) for number, one in enumerate(work.held)]
 
@@ -80,16 +79,9 @@ def measure(name: str) -> dict[str, Any]:
     del index, work
     gc.collect()
     tokens = tuple(range(NUM_TOKENS))
-    packed_tokens = array("I", tokens).tobytes()
-    figures["hash_packed_per_s"] = tokens_per_s(lambda: hashed(bytes(16), packed_tokens, BLOCK_SIZE * 4), NUM_TOKENS)
-    figures["hash_ids_per_s"] = tokens_per_s(
-        lambda: (
-            chain_hashes(tokens, BLOCK_SIZE)
-            if hashed is fastest()
-            else hashed(bytes(16), array("I", tokens).tobytes(), BLOCK_SIZE * 4)
-        ),
-        NUM_TOKENS,
-    )
+    library = hashing.compiled() if name == "tables" else None
+    with patch.object(hashing, "compiled", lambda: library):
+        figures["hash_ids_per_s"] = tokens_per_s(lambda: chain_hashes(tokens, BLOCK_SIZE), NUM_TOKENS)
     index, before = make_index(), resident_bytes()
     for number, chain in many_chains(NUM_MANY, NUM_WORKERS):
         index.apply(f"w{number}", (BlockStored(hashes=Chain(chain)),))
@@ -167,9 +159,6 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         "bytes a block and worker, 10 million": lambda figures: f"{figures['bytes_per_entry']:.0f}",
         "hash, blocks of 16, of a tuple or list, million tokens/s": lambda figures: (
             f"{figures['hash_ids_per_s'] / 1e6:.0f}"
-        ),
-        "hash, of packed tokens": lambda figures: (
-            f"{figures['hash_packed_per_s'] / 1e6:.0f}" if "hash_packed_per_s" in figures else "-"
         ),
     }
     for title, row in rows.items():

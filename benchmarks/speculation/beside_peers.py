@@ -32,7 +32,7 @@ from protos.values import GenerateRequest, SamplingParams
 from workers.build_rank import build_engine, open_rank
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
-from workers.scheduling.role import Colocated
+from workers.scheduling.role import Role
 from workers.worker_config import WorkerConfig
 
 MAX_DRAFTS = 8
@@ -69,7 +69,7 @@ def baton_answers(folder: Path, prompts: Answers, answer_len: int, max_drafts: i
     rank = open_rank(config, Solo())
     rank.storage.data.zero_()
     leader = Leader(rank.group)
-    engine = build_engine(rank, leader, lambda _: Colocated(), incarnation=1, clock=time.monotonic)
+    engine = build_engine(rank, leader, lambda _: Role(), incarnation=1, clock=time.monotonic)
     sampling = SamplingParams(temperature=0.0, max_tokens=answer_len, ignore_eos=True)
 
     def answer(number: int) -> list[int]:

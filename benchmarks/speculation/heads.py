@@ -32,7 +32,7 @@ from workers.build_rank import build_engine, open_rank
 from workers.engine.engine import Engine
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
-from workers.scheduling.role import Colocated
+from workers.scheduling.role import Role
 from workers.worker_config import WorkerConfig
 
 MODES = (f"eagle:{DEMO.parent / 'eagle3'}", f"medusa:{DEMO.parent / 'medusa'}")
@@ -81,7 +81,7 @@ def speculating(mode: str, *, timed: bool, dtype: str = "bfloat16") -> Iterator[
     rank = open_rank(config, Solo())
     leader = Leader(rank.group)
     clock = time.monotonic if timed else lambda: 0.0
-    yield build_engine(rank, leader, lambda _: Colocated(), incarnation=1, clock=clock)
+    yield build_engine(rank, leader, lambda _: Role(), incarnation=1, clock=clock)
     leader.close()
 
 

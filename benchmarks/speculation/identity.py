@@ -40,7 +40,7 @@ from protos.values import FinishReason, GenerateRequest, Logprobs, SamplingParam
 from workers.build_rank import LoadedRank, build_engine, follow_rank0, make_transfer, open_rank
 from workers.engine.engine import Engine
 from workers.parallel.ranks import Leader, find_store, join_group, open_store
-from workers.scheduling.role import Colocated
+from workers.scheduling.role import Role
 from workers.speculation.proposer import Proposer
 from workers.speculation.speculation import Speculation
 from workers.worker_config import WorkerConfig
@@ -226,7 +226,7 @@ def _serve_part(
     right: float | None,
 ) -> tuple[dict[str, ServedAnswer], Comparison]:
     """By a new engine, in batches. `plain`: the answers without drafts, none for "off"."""
-    engine = build_engine(rank, leader, lambda _: Colocated(), incarnation=1, clock=lambda: 0.0)
+    engine = build_engine(rank, leader, lambda _: Role(), incarnation=1, clock=lambda: 0.0)
     speculation = engine.scheduler.speculation
     assert speculation is not None
     if right is not None:

@@ -37,7 +37,7 @@ from workers.build_rank import LoadedRank, build_engine, open_rank
 from workers.grammar.grammar_seam import Mask
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
-from workers.scheduling.role import Colocated
+from workers.scheduling.role import Role
 from workers.speculation.registry import speculation_of
 from workers.speculation.speculation import Speculation, SpeculationCounts
 from workers.worker_config import WorkerConfig
@@ -129,7 +129,7 @@ class SpeculatingEngine:
         forced.answers = answers_of(given)
         self.rank.runner.grammars = forced
         rank = replace(self.rank, grammars=forced)
-        engine = build_engine(rank, self._leader, lambda _: Colocated(), incarnation=1, clock=time.process_time)
+        engine = build_engine(rank, self._leader, lambda _: Role(), incarnation=1, clock=time.process_time)
         engine.scheduler.speculation = speculation
         for number, one in enumerate(given):
             sampling = SamplingParams(temperature=0.0, max_tokens=len(one.answer_ids), grammar="forced")

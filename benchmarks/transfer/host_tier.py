@@ -33,7 +33,7 @@ from workers.build_rank import build_engine, open_rank
 from workers.engine.engine import Engine
 from workers.parallel.group import Solo
 from workers.parallel.ranks import Leader
-from workers.scheduling.role import Colocated
+from workers.scheduling.role import Role
 from workers.worker_config import WorkerConfig
 
 BLOCK = 16
@@ -51,7 +51,7 @@ def opened(folder: Path, num_tokens: int) -> Iterator[Engine]:
     rank.storage.data.zero_()
     leader = Leader(rank.group)
     try:
-        yield build_engine(rank, leader, lambda _: Colocated(), incarnation=1, clock=time.monotonic)
+        yield build_engine(rank, leader, lambda _: Role(), incarnation=1, clock=time.monotonic)
     finally:
         leader.close()
 

@@ -25,12 +25,13 @@ from protos.values import (
     WorkerRole,
 )
 from protos.wire import from_proto, to_proto
-from workers.batch import Batch, Runner, StepOutput
+from tests.unit.workers.sync_pipeline import Runner, SyncPipeline
+from workers.batch import Batch, StepOutput
 from workers.engine.engine import Engine
 from workers.kv.block_pool import BlockPool
 from workers.rpc.worker import WorkerParts
 from workers.scheduling.request import Request
-from workers.scheduling.role import Colocated, Disposition, Role, Tick
+from workers.scheduling.role import Disposition, Role, Tick
 from workers.scheduling.scheduler import Scheduler
 from workers.worker_config import SchedulerConfig
 
@@ -61,7 +62,7 @@ class Gate:
         return self._runner.run(batch)
 
 
-class HandsOver(Colocated):
+class HandsOver(Role):
     """Makes first tokens, and then finds that their KV cannot be passed on."""
 
     def __init__(self) -> None:
@@ -95,7 +96,7 @@ def parts_of(runner: Runner, role: Role | None = None) -> WorkerParts:
     events = EventLog(1)
     pool = BlockPool(NUM_BLOCKS, BLOCK, events.record)
     config = SchedulerConfig(max_model_len=NUM_BLOCKS * BLOCK, vocab_size=VOCAB)
-    engine = Engine(Scheduler(config, pool, role or Colocated()), runner, events=events, clock=time.monotonic)
+    engine = Engine(Scheduler(config, pool, role or Role()), SyncPipeline(runner), events=events, clock=time.monotonic)
     lane = LaneAddress(worker_id="w", incarnation=1, host="127.0.0.1", port=0)
     layout = KVLayout.dense(num_layers=1, num_kv_heads=1, head_dim=1, block_size=BLOCK, dtype="float32")
     info = WorkerInfo(

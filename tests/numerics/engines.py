@@ -14,7 +14,7 @@ from protos.values import FinishReason, GenerateRequest, SamplingParams, Sequenc
 from workers.build_rank import LoadedRank, build_engine, device_of, follow_rank0, make_transfer, open_rank
 from workers.engine.engine import Engine
 from workers.parallel.ranks import Leader, find_store, join_group, open_store
-from workers.scheduling.role import Colocated
+from workers.scheduling.role import Role
 from workers.worker_config import WorkerConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
@@ -60,7 +60,7 @@ def colocated(config: WorkerConfig) -> Iterator[Engine]:
     with ranks_of(config) as (first, *others), ThreadPoolExecutor(max(1, len(others))) as pool:
         followers = [pool.submit(follow_rank0, rank, make_transfer(rank)) for rank in others]
         leader = Leader(first.group)
-        engine = build_engine(first, leader, lambda _: Colocated(), incarnation=1, clock=lambda: 0.0)
+        engine = build_engine(first, leader, lambda _: Role(), incarnation=1, clock=lambda: 0.0)
         try:
             yield engine
         finally:

@@ -67,6 +67,7 @@ class PagedRun:
             while len(blocks) * self.storage.layout.block_size < self._lens[name]:
                 blocks.append(self._free.pop())
         inputs = replace(self._inputs(rows, starts, logit_rows), adapters=_tokens_of(adapters, rows))
+        self._attention.begin(inputs.attention)
         return self.model.forward(inputs, self._attention, self.through)
 
     def adopt(self, name: str, sources: Sequence[PagedRun], rank: int) -> None:

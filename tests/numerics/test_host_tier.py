@@ -13,7 +13,7 @@ from tests.numerics.conftest import Checkpoint, random_tokens
 from tests.numerics.engines import answer, colocated, ranks_of
 from workers.build_rank import build_engine, follow_rank0, make_transfer
 from workers.parallel.ranks import Leader
-from workers.scheduling.role import Colocated
+from workers.scheduling.role import Role
 from workers.worker_config import WorkerConfig
 
 FEW = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -47,7 +47,7 @@ def test_evicted_blocks_come_back_bit_for_bit(checkpoint: Checkpoint, tp: int) -
     with ranks_of(config) as ranks, ThreadPoolExecutor(2) as threads:
         followers = [threads.submit(follow_rank0, rank, make_transfer(rank)) for rank in ranks[1:]]
         leader = Leader(ranks[0].group)
-        engine = build_engine(ranks[0], leader, lambda _: Colocated(), incarnation=1, clock=lambda: 0.0)
+        engine = build_engine(ranks[0], leader, lambda _: Role(), incarnation=1, clock=lambda: 0.0)
         first = answer(engine, [prompt], FEW)[0]
         before = [rank.storage.gather(engine.pool.match(hashes)) for rank in ranks]
         assert before[0].shape[2] == 6

@@ -35,10 +35,7 @@ from workers.batch import (
     Pipeline,
     PollableStep,
     ProlongableStep,
-    Runner,
     StepOutput,
-    pipeline,
-    row_limits,
 )
 from workers.engine.request_checks import check_length, check_tokens
 from workers.engine.served_adapters import ServedAdapters
@@ -73,7 +70,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner | Pipeline,
+        pipeline: Pipeline,
         *,
         events: EventLog,
         clock: Callable[[], float],
@@ -87,8 +84,8 @@ class Engine:
         self._expert_imbalance = expert_imbalance
         self._grammars = grammars
         self._scheduler = scheduler
-        self._pipeline = pipeline(runner)
-        self._row_limits = row_limits(self._pipeline)
+        self._pipeline = pipeline
+        self._row_limits = pipeline.row_limits
         if scheduler.speculation is not None:
             scheduler.speculation.limit(self._row_limits.num_drafts)
         self._depth = depth

@@ -88,13 +88,13 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, attention: AttentionBackend, through: Through | None = None) -> torch.Tensor:
-        """Writes the step's keys and values into the backend's cache. Returns logits [R, V], float32, on every rank.
+        """Writes the step's keys and values into the cache of `attention`, which has begun the step. Returns logits
+        [R, V], float32, on every rank.
 
         `through` computes what the layers would with this backend, faster, in steps without adapters, except for the
         overlap of long steps' sums over ranks. With tensor parallelism every rank must be given the same inputs. Raises
         WorkerLost when one has gone.
         """
-        attention.begin(inputs.attention)
         if self.growth is not None:
             self.growth.begin(inputs.attention)
         rotations = self._rotations(inputs.attention, inputs.prompt_lens)

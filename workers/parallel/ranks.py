@@ -24,7 +24,7 @@ from protos.codec import Messages
 from protos.errors import BatonError, UnreadableMessage, WorkerLost
 from protos.listening import netloc
 from protos.values import LOOPBACK, LaneAddress, SamplingParams
-from workers.batch import Batch, PendingStep, Pipeline, Row, RowLimits, Sample, row_limits
+from workers.batch import Batch, PendingStep, Pipeline, Row, RowLimits, Sample
 from workers.parallel.group import RankGroup, Solo, TensorParallel
 from workers.parallel.operations import LANE_ADDRESS, MESSAGES, STOP, RankOperations
 
@@ -103,7 +103,7 @@ class LeadingRunner:
 
     @property
     def row_limits(self) -> RowLimits:
-        return row_limits(self._runner)
+        return self._runner.row_limits
 
     def launch(self, batch: Batch) -> PendingStep:
         if not self._leader.alone:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from workers.attention.backend import AttentionBackend, AttentionInputs, AttentionOptions, CosSin, GroupTables
+from workers.attention.backend import AttentionBackend, GroupTables
 from workers.models.decoder import Decoder, ModelInputs
 from workers.models.interface import ServedDecoder
 from workers.models.rope_kinds import DynamicRope, LongRope
@@ -100,7 +100,7 @@ class DecodeGraphs:
             inputs = self._put(place(step), size)
 
             def run(inputs: ModelInputs = inputs, size: int = size) -> None:
-                self._logits_PV[:size].copy_(self._decoder.forward(inputs, _Begun(self._attention)))
+                self._logits_PV[:size].copy_(self._decoder.forward(inputs, self._attention))
 
             self._attention.begin(inputs.attention)
             run()
@@ -143,21 +143,3 @@ class DecodeGraphs:
             logit_rows=self._rows_P[:size],
             prompt_lens=inputs.prompt_lens,
         )
-
-
-class _Begun:
-    """An attention backend whose step has begun on the host: the part that a graph may hold."""
-
-    def __init__(self, attention: AttentionBackend) -> None:
-        self._attention = attention
-
-    def begin(self, inputs: AttentionInputs) -> None:
-        pass
-
-    def write(
-        self, layer: int, q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, rotation: CosSin
-    ) -> torch.Tensor:
-        return self._attention.write(layer, q_TND, k_TKD, v_TKD, rotation)
-
-    def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        return self._attention.attend(layer, q_TND, options)

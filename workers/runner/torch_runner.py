@@ -161,6 +161,7 @@ class TorchRunner:
         size = self.graphs.size_for(packed) if self.graphs is not None and recorded else None
         if self.graphs is None or size is None:
             inputs = self._inputs(packed)
+            self._attention.begin(inputs.attention)
             logits_RV = self._decoder.forward(inputs, self._attention, self._through)
             return logits_RV, inputs.hidden[0] if pools else None
         logits_RV = self.graphs.replay(self._inputs(padded(packed, size)), size)[: len(packed.logit_rows_R)]

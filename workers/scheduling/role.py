@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 from protos.errors import BatonError, InvalidRequest
 from protos.values import BlockHash, GenerateRequest, LaneLoad, Ticket
@@ -58,10 +58,12 @@ class TransferLoad(TypedDict, total=False):
     lanes: tuple[LaneLoad, ...]
 
 
-class Role(Protocol):
+class Role:
+    """This one serves prefill and decode in one process, without transfers."""
+
     def has_reservation(self, request: GenerateRequest) -> bool:
         """True if blocks are reserved for this request, which is not submitted yet."""
-        ...
+        return False
 
     def admissible(self, request: Request, now: float) -> bool:
         """Whether this waiting request may enter the batch. It is called for every waiting request in every step, so it
@@ -71,98 +73,52 @@ class Role(Protocol):
         then (`request.block_ids`, `num_computed`, `num_cached`, `adopted = True`). Not called again for a request that
         has adopted blocks, nor for one that was preempted: that one recomputes its KV here.
         """
-        ...
+        return True
 
     def after_prefill(self, request: Request) -> Disposition:
         """The disposition of a request. Called once, with the first token that this engine sampled for it, unless that
         token ended it."""
-        ...
+        return Disposition.KEEP
 
     def migrate(self, request: Request, ticket: Ticket, now: float) -> None:
         """Begins to migrate the request to the ticket's worker. A later `tick` returns it as moved or stayed. Raises
         InvalidRequest on a worker without lanes."""
-        ...
+        raise InvalidRequest("this worker has no lanes and cannot migrate a request: let it end here", param="ticket")
 
     def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Onload | None) -> int:
         """Pushes cached blocks to the ticket, and returns their number: blocks of the chain `hashes` that the ticket
         has, and that are on the device or `coming` from the host. Raises InvalidRequest or IncompatibleWorkers."""
-        ...
-
-    def drop(self, request: Request) -> None:
-        """Stops the transfers of a request that was aborted or has ended. The engine frees its blocks right after this
-        returns, unless it is HELD: then `tick` releases it once no transfer reads them. May be called for unknown
-        requests, and more than once."""
-        ...
-
-    def withdraw(self, request_id: str) -> bool:
-        """Frees the reservation of a request that was aborted before it was submitted. False if there was none."""
-        ...
-
-    def tick(self, now: float, num_in_flight: int) -> Tick:
-        """Advances all transfers and returns their outcomes. The steps in flight write no computed position."""
-        ...
-
-    def is_behind(self) -> bool:
-        """True if `advance_transfers` has something to do, now or soon."""
-        ...
-
-    def advance_transfers(self, now: float, num_in_flight: int) -> None:
-        """Pushes KV computed before the step that the engine waits for. The next `tick` returns the results."""
-        ...
-
-    def launching(self, batch: Batch, now: float) -> None:
-        """Called before the batch is launched. A role that moves KV may arm pushes for when its layers are computed."""
-        ...
-
-    def busy(self) -> bool:
-        """True if a transfer needs further ticks although nothing runs."""
-        ...
-
-    def load(self) -> TransferLoad:
-        """The role's part of the worker's load."""
-        ...
-
-
-class Colocated:
-    """Serves prefill and decode in one process, without transfers."""
-
-    def has_reservation(self, request: GenerateRequest) -> bool:
-        return False
-
-    def admissible(self, request: Request, now: float) -> bool:
-        return True
-
-    def after_prefill(self, request: Request) -> Disposition:
-        return Disposition.KEEP
-
-    def migrate(self, request: Request, ticket: Ticket, now: float) -> None:
-        raise InvalidRequest("this worker has no lanes and cannot migrate a request: let it end here", param="ticket")
-
-    def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Onload | None) -> int:
         raise InvalidRequest(
             "this worker has no lanes and cannot push blocks: pull them from another worker", param="ticket"
         )
 
     def drop(self, request: Request) -> None:
-        pass
+        """Stops the transfers of a request that was aborted or has ended. The engine frees its blocks right after this
+        returns, unless it is HELD: then `tick` releases it once no transfer reads them. May be called for unknown
+        requests, and more than once."""
 
     def withdraw(self, request_id: str) -> bool:
+        """Frees the reservation of a request that was aborted before it was submitted. False if there was none."""
         return False
 
     def tick(self, now: float, num_in_flight: int) -> Tick:
+        """Advances all transfers and returns their outcomes. The steps in flight write no computed position."""
         return Tick()
 
     def is_behind(self) -> bool:
+        """True if `advance_transfers` has something to do, now or soon."""
         return False
 
     def advance_transfers(self, now: float, num_in_flight: int) -> None:
-        pass
+        """Pushes KV computed before the step that the engine waits for. The next `tick` returns the results."""
 
     def launching(self, batch: Batch, now: float) -> None:
-        pass
+        """Called before the batch is launched. A role that moves KV may arm pushes for when its layers are computed."""
 
     def busy(self) -> bool:
+        """True if a transfer needs further ticks although nothing runs."""
         return False
 
     def load(self) -> TransferLoad:
+        """The role's part of the worker's load."""
         return {}

@@ -23,8 +23,9 @@ from protos.values import (
     Ticket,
 )
 from tests.unit.workers.harness import ToyCopies
+from tests.unit.workers.sync_pipeline import SyncPipeline
 from tests.unit.workers.toy import ToyRunner, toy_tokens
-from workers.batch import Batch, PendingStep, StepOutput, SyncPipeline
+from workers.batch import Batch, PendingStep, RowLimits, StepOutput
 from workers.engine.engine import Engine
 from workers.kv.block_pool import BlockPool
 from workers.kv.host import HostPool
@@ -87,6 +88,10 @@ class _Aside:
         self._in_turn = SyncPipeline(runner)
         self._looked = looked
 
+    @property
+    def row_limits(self) -> RowLimits:
+        return self._in_turn.row_limits
+
     def launch(self, batch: Batch) -> _UnderWay:
         return _UnderWay(self._in_turn.launch(batch), self._looked)
 
@@ -123,7 +128,7 @@ class Side:
         role = make_role(self)
         settings = SchedulerConfig(**({"max_model_len": 1000, "vocab_size": VOCAB, "time_slice_s": math.inf} | config))
         self.scheduler = Scheduler(settings, self.pool, role)
-        runner = self.runner if looked is None else _Aside(self.runner, looked)
+        runner = SyncPipeline(self.runner) if looked is None else _Aside(self.runner, looked)
         self.engine = Engine(self.scheduler, runner, events=log, clock=lambda: 0.0, depth=depth)
         self.tokens: dict[str, tuple[int, ...]] = defaultdict(tuple)
         self.ended: dict[str, FinishReason] = {}

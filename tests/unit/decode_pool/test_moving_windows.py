@@ -30,6 +30,7 @@ from protos.values import (
 from tests.unit.decode_pool.pair import Post
 from tests.unit.workers.harness import VOCAB
 from tests.unit.workers.pages import PageCopies, PageRunner, answer
+from tests.unit.workers.sync_pipeline import SyncPipeline
 from workers.engine.engine import Engine
 from workers.kv.block_pool import BlockPool
 from workers.kv.host import HostPool
@@ -79,7 +80,7 @@ class Worker:
             self.role = DecodeRole(transfers, self.pool, self.layout, config)
         limits = SchedulerConfig(max_model_len=400, vocab_size=VOCAB, prefill_chunk=8, time_slice_s=math.inf)
         scheduler = Scheduler(limits, self.pool, self.role)
-        self.engine = Engine(scheduler, self.runner, events=log, clock=lambda: 0.0)
+        self.engine = Engine(scheduler, SyncPipeline(self.runner), events=log, clock=lambda: 0.0)
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
 

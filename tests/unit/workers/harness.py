@@ -11,14 +11,15 @@ from typing import Any
 
 from kvtransfer.events import EventLog
 from protos.values import ErrorInfo, FinishReason, GenerateRequest, Logprobs, SamplingParams, SequenceUpdate
+from tests.unit.workers.sync_pipeline import Runner, SyncPipeline
 from tests.unit.workers.toy import ToyRunner, toy_kv, toy_tokens
-from workers.batch import Batch, PendingStep, RowLimits, Runner, StepOutput, SyncPipeline
+from workers.batch import Batch, PendingStep, RowLimits, StepOutput
 from workers.engine.engine import Engine
 from workers.grammar.grammar_seam import Grammars
 from workers.kv.block_pool import BlockPool
 from workers.kv.host import FinishedOnload, HostPool
 from workers.scheduling.request import Request
-from workers.scheduling.role import Colocated, Disposition, Role, Tick
+from workers.scheduling.role import Disposition, Role, Tick
 from workers.scheduling.scheduler import Scheduler
 from workers.speculation.speculation import Speculation
 from workers.worker_config import SchedulerConfig
@@ -147,9 +148,9 @@ class ToyEngine:
         self.host = HostPool(host_slots, self.copies, self.log.record, block_bytes=1) if host_slots else None
         self.pool = BlockPool(num_blocks, BLOCK, self.log.record, host=self.host)
         settings = {"max_model_len": 10_000, "vocab_size": VOCAB, "time_slice_s": math.inf} | config
-        self.scheduler = Scheduler(SchedulerConfig(**settings), self.pool, role or Colocated(), speculation=speculation)
+        self.scheduler = Scheduler(SchedulerConfig(**settings), self.pool, role or Role(), speculation=speculation)
         ticks = count()
-        runner = AtLast(self.runner) if depth else self.runner
+        runner = AtLast(self.runner) if depth else SyncPipeline(self.runner)
         self.engine = Engine(
             self.scheduler,
             runner,
@@ -194,7 +195,7 @@ class ToyEngine:
         return self.finish()
 
 
-class Handing(Colocated):
+class Handing(Role):
     """A role that hands every request over after its first token, and says so in `held`."""
 
     def __init__(self, disposition: Disposition) -> None:
@@ -216,7 +217,7 @@ class Handing(Colocated):
         return tick
 
 
-class Adopting(Colocated):
+class Adopting(Role):
     """A role that reserves blocks for some requests, as a decode pool does, and hands them over once `arrived`."""
 
     def __init__(self) -> None:

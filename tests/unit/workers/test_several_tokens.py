@@ -6,9 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from protos.values import FinishReason, SequenceUpdate
-from tests.unit.workers.harness import BLOCK, WEIGHT, ToyEngine, ask, by_hand
-from tests.unit.workers.toy import ToyRunner
-from workers.batch import Batch, CompletedStep, RowLimits, StepOutput, pipeline, row_limits
+from tests.unit.workers.harness import BLOCK, ToyEngine, ask, by_hand
+from workers.batch import Batch
 
 PROMPT = (3, 1, 4, 1, 5)
 ANSWER = by_hand(PROMPT, 12)
@@ -82,19 +81,5 @@ def test_logprobs_come_with_each_token() -> None:
 
 
 def test_a_runner_brings_a_token_a_row_unless_it_declares_more() -> None:
-    class Plain:
-        def run(self, batch: Batch) -> StepOutput:
-            raise NotImplementedError
-
-    class Several:
-        row_limits = RowLimits(num_steps=4)
-
-        def launch(self, batch: Batch) -> CompletedStep:
-            raise NotImplementedError
-
-    toy = ToyRunner(WEIGHT, BLOCK, 997)
-    assert row_limits(pipeline(Plain())) == row_limits(Plain()) == RowLimits(num_steps=1, num_drafts=0)
-    assert row_limits(pipeline(Several())).num_steps == 4
-    assert row_limits(pipeline(toy)) == toy.row_limits
     with pytest.raises(AssertionError, match="the pipeline takes 1 steps at once"):
         ToyEngine().engine.advance(0.0, num_steps=2)

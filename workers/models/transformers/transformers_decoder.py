@@ -43,7 +43,6 @@ class PagedStep:
         self._unrotated: CosSin = (torch.empty(0), torch.empty(0))
 
     def begin(self, backend: AttentionBackend, inputs: AttentionInputs) -> None:
-        backend.begin(inputs)
         self._backend, self._next = backend, 0
         angles = inputs.positions_T.shape[0], self._head_dim // 2
         if self._unrotated[0].shape != angles:

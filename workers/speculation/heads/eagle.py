@@ -98,7 +98,6 @@ class EagleHead:
     def forward(
         self, inputs: ModelInputs, features_TE: torch.Tensor, attention: AttentionBackend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attention.begin(inputs.attention)
         (rotation,) = self._rotations(inputs.attention, inputs.prompt_lens)
         embedded_TE = (self._embedding or self._target.embed)(inputs.token_ids_T)
         if self._norm_features is not None and self._norm_embedding is not None:

@@ -94,7 +94,6 @@ class MTPHead:
     def forward(
         self, inputs: ModelInputs, features_TE: torch.Tensor, attention: AttentionBackend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attention.begin(inputs.attention)
         rotation = self._rotations(inputs.attention, inputs.prompt_lens)[-1]
         embedded_TE = self._target.embed(inputs.token_ids_T)
         read_TE = self._project(

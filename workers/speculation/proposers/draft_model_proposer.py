@@ -26,7 +26,7 @@ class DraftRunner(Protocol):
     """The draft model of a worker."""
 
     def draft(self, batch: Batch) -> StepOutput:
-        """Computes a step of the draft model. Raises as `workers.batch.Runner.run` does."""
+        """Computes a step of the draft model. Raises as `workers.batch.PendingStep.fetch` does."""
         ...
 
 

@@ -89,6 +89,7 @@ class HeadDrafting:
         assert self._attention is not None, "the head has no cache yet"
         packed = pack(batch, block_size=self._block_size, sampled={})
         inputs = model_inputs(packed, self._device, torch.zeros(0))
+        self._attention.begin(inputs.attention)
         logits_RV, self._features_RE = self._head.forward(inputs, features_TE, self._attention)
         sampling = [row for row in batch.rows if row.sample is not None]
         self._places = {row.request_id: place for place, row in enumerate(sampling)}

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from protos.values import FinishReason, GenerateRequest, KVLayout, LaneAddress, Ticket
 from tests.unit.workers.harness import Adopting, Answer, Handing, ToyEngine, ask, by_hand
-from workers.batch import Batch, Row, RowOutput, StepOutput, pipeline, resolved
+from tests.unit.workers.sync_pipeline import SyncPipeline, resolved
+from workers.batch import Batch, Row, RowOutput, StepOutput
 from workers.scheduling.request import Request
 from workers.scheduling.role import Disposition, Tick
 
@@ -218,14 +219,13 @@ def test_a_runner_that_only_runs_is_a_pipeline_that_follows_by_itself() -> None:
             seen.append(batch)
             return StepOutput(rows=(RowOutput(token_ids=(len(seen),)),))
 
-    steps = pipeline(Counts())
+    steps = SyncPipeline(Counts())
     first = Row(request_id="r", token_ids=(7, 8), start=0, block_tables=((0,),))
     second = Row(request_id="r", token_ids=(), start=2, block_tables=((0,),), depends_on_row=0)
     assert (second.num_tokens, second.stop) == (1, 3)
     steps.launch(Batch(rows=(first,)))
     assert steps.launch(Batch(rows=(second,))).fetch().rows[0].token_ids == (2,)
     assert seen[1].rows[0].token_ids == (1,)
-    assert pipeline(steps) is steps
 
 
 def test_a_row_that_follows_nothing_is_a_fault_of_ours() -> None:

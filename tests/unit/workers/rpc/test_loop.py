@@ -11,10 +11,10 @@ from protos.values import StepMessage
 from tests.unit.workers.harness import ToyEngine, ask, by_hand
 from workers.rpc import loop as loop_module
 from workers.rpc.loop import ThreadedEngineLoop
-from workers.scheduling.role import Colocated
+from workers.scheduling.role import Role
 
 
-class Expecting(Colocated):
+class Expecting(Role):
     """A role with a ticket out, whose KV does not come yet."""
 
     def busy(self) -> bool:

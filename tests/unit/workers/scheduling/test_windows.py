@@ -18,10 +18,11 @@ from protos.errors import ContextLengthExceeded
 from protos.values import BlockRemoved, BlockStored, GenerateRequest, KVEvent, Tier
 from tests.unit.workers.harness import VOCAB, Answer, AtLast, ask
 from tests.unit.workers.pages import PageCopies, PageRunner, answer
+from tests.unit.workers.sync_pipeline import SyncPipeline
 from workers.engine.engine import Engine
 from workers.kv.block_pool import BlockPool, page_hash
 from workers.kv.host import HostPool
-from workers.scheduling.role import Colocated
+from workers.scheduling.role import Role
 from workers.scheduling.scheduler import Scheduler
 from workers.worker_config import SchedulerConfig
 
@@ -48,8 +49,8 @@ class WindowEngine:
         self.pool = BlockPool(num_pages, block_size, self.events.append, host=host, windows=windows)
         limits: dict[str, Any] = {"max_model_len": 400, "vocab_size": VOCAB, "prefill_chunk": 8} | config
         scheduler = SchedulerConfig(time_slice_s=math.inf, **limits)
-        self.scheduler = Scheduler(scheduler, self.pool, Colocated())
-        pipeline = AtLast(self.runner) if depth else self.runner
+        self.scheduler = Scheduler(scheduler, self.pool, Role())
+        pipeline = AtLast(self.runner) if depth else SyncPipeline(self.runner)
         self.engine = Engine(self.scheduler, pipeline, events=EventLog(incarnation=1), clock=lambda: 0.0, depth=depth)
         self.answers: dict[str, Answer] = defaultdict(Answer)
         self.now = 0.0
