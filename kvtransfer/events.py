@@ -64,7 +64,6 @@ class EventLog:
         return KVEvents(incarnation=self.incarnation, first_seq=next_seq, events=events)
 
     def snapshot(self, blocks: Iterable[BlockStored]) -> KVEvents:
-        """All blocks, as a message that replaces all earlier ones."""
         return KVEvents(incarnation=self.incarnation, first_seq=self.next_seq, events=tuple(blocks), snapshot=True)
 
     def _close(self) -> None:

@@ -59,7 +59,6 @@ def why_unhealthy(lanes: Iterable[LaneStats]) -> str:
 
 
 def merged(loads: Iterable[LaneLoad]) -> tuple[LaneLoad, ...]:
-    """Merges several ends, one entry for each transport and reason."""
     found: dict[tuple[str, str], LaneLoad] = {}
     for load in loads:
         key = load.transport, load.reason

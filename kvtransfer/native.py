@@ -89,7 +89,6 @@ def made_once(path: Path, make: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _sole_maker(path: Path) -> Iterator[None]:
-    """Waits for another process that makes `path`. Without locks of files (some network file systems) both make it."""
     with open(path.with_name(f".{path.name}.lock"), "wb") as lock:
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -40,7 +40,6 @@ _ARM = (InstructionSet(name="v8", options=("-march=armv8-a",), needs=frozenset()
 
 
 def instruction_sets() -> tuple[InstructionSet, ...]:
-    """Instruction sets of this architecture, best first."""
     return {"x86_64": _X86, "amd64": _X86, "aarch64": _ARM, "arm64": _ARM}.get(platform.machine().lower(), ())
 
 
@@ -64,7 +63,6 @@ def find(stem: str, flags: Sequence[str], sources: Sequence[Path]) -> Path | Non
 
 
 def processor_flags() -> frozenset[str]:
-    """Features of the first processor, as Linux lists them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))

@@ -71,7 +71,6 @@ class Session:
         return num_tokens >= self.ticket.stop * self.ticket.layout.block_size
 
     def all_sent(self, num_computed: int) -> bool:
-        """True if all full blocks have left this host."""
         num_full = min(num_computed // self.ticket.layout.block_size, self.ticket.stop)
         return min(self._next) >= num_full and not any(self._num_parts)
 
@@ -137,7 +136,6 @@ class Session:
         return now >= self._deadline_s
 
     def _chunk(self, group: int, first: int, num_blocks: int, layers: range | None = None) -> Chunk:
-        """`first` counts the prompt's blocks."""
         return Chunk(
             ticket_id=self.ticket.ticket_id,
             generation=self.ticket.generation,

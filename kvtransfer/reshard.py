@@ -164,7 +164,6 @@ def outgoing(source: KVLayout, destination: KVLayout, rank: int) -> tuple[Slice,
 
 
 def incoming(source: KVLayout, destination: KVLayout, rank: int) -> tuple[Slice, ...]:
-    """The pieces that a destination rank receives, by head."""
     return tuple(part for part in plan(source, destination) if part.destination == rank)
 
 
@@ -232,14 +231,12 @@ def covering(ticket: Ticket, chunk: Chunk, block_size: int) -> range:
 
 
 def _unit(layout: KVLayout, other: KVLayout) -> tuple[int, int]:
-    """Positions of a unit, and units of a block of `layout`."""
     unit = min(layout.block_size, other.block_size)
     return unit, layout.block_size // unit
 
 
 @lru_cache(maxsize=1024)
 def _pieces_out(source: KVLayout, destination: KVLayout, rank: int) -> tuple[range, ...]:
-    """The same for every chunk."""
     return _local(source, rank, outgoing(source, destination, rank))
 
 

@@ -72,7 +72,6 @@ def window_bytes(layout: KVLayout) -> list[tuple[int, int]]:
 
 
 def full_bytes(layout: KVLayout) -> int:
-    """Bytes of a block in the layers without a window."""
     return layout.block_bytes - sum([num_bytes for _, num_bytes in window_bytes(layout)])
 
 

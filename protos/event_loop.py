@@ -60,7 +60,6 @@ class OwnPauses:
         self._ended_s = -inf
 
     def watch(self) -> None:
-        """Looks at the clock from now on, until `close`."""
         if self._timer is None:
             self._look()
 

@@ -50,7 +50,6 @@ _NUMBERED = re.compile(r"token by number: (.{1,100})")
 
 
 def in_our_words(error: str) -> str:
-    """Our explanation, or the library's message, cut."""
     error = error.replace("<non-verbose/>", "").strip()
     if (special := _SPECIAL.search(error)) is not None:
         return (

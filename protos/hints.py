@@ -21,14 +21,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def suggested(name: str, known: Iterable[str]) -> str:
-    """The nearest known name, or all of them."""
     choices = sorted(known)
     near = nearest(name, choices)
     return f"did you mean {near!r}?" if near else f"there are {', '.join(choices)}"
 
 
 def listed(names: Collection[str], most: int = MAX_LISTED) -> str:
-    """All, or the first and how many more there are."""
     first = [one for one, _ in zip(names, range(most), strict=False)]
     left = len(names) - len(first)
     return ", ".join(first) + (f" and {left} more" if left else "")
@@ -101,7 +99,6 @@ def _plain(name: str) -> str:
 
 
 def _distance(one: str, other: str) -> int:
-    """Damerau-Levenshtein distance without editing a letter twice (optimal string alignment)."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, a in enumerate(one):

@@ -19,12 +19,10 @@ class KVPart(Value, frozen=True, kw_only=True):
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of one position of one layer."""
         return self.heads * self.width * ITEM_BYTES[self.dtype]
 
     @property
     def is_scale(self) -> bool:
-        """Whether it multiplies the elements of another part."""
         return self.name.endswith(SCALE)
 
 
@@ -98,7 +96,6 @@ class KVLayout(Value, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[KVPart, ...]:
-        """The parts of all groups, in order."""
         return tuple([part for group in self.groups for part in group.parts])
 
     @property
@@ -139,7 +136,6 @@ class KVLayout(Value, frozen=True, kw_only=True):
 
     @property
     def frees_blocks(self) -> bool:
-        """Whether a sequence gives blocks back before it ends."""
         return any(group.window is not None for group in self.groups)
 
     @property

@@ -100,7 +100,6 @@ def _settings_of(config: type[Any]) -> Mapping[str, Setting]:
 
 
 def settings_of(config: Any) -> Mapping[str, Setting]:
-    """The settings that a configuration class declares, by name."""
     return _settings_of(config)
 
 

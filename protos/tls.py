@@ -75,7 +75,6 @@ class PeerTls:
             )
 
     def with_token(self) -> PeerTls:
-        """The same with a random token if none is given."""
         return self if self.token else replace(self, token=secrets.token_urlsafe(32))
 
     def check(self) -> None:
@@ -111,7 +110,6 @@ class PeerTls:
 
 
 def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """The credentials of a call."""
     return ((TOKEN_KEY, f"Bearer {token}"),)
 
 

@@ -48,7 +48,6 @@ class FinishReason(StrEnum):
 
     @property
     def is_last(self) -> bool:
-        """Has the request ended, on this worker and everywhere?"""
         return self not in (FinishReason.PREFILLED, FinishReason.MOVED)
 
 
@@ -142,12 +141,10 @@ class Ticket(Value, frozen=True, kw_only=True):
 
     @property
     def stop(self) -> int:
-        """The number of the prompt's blocks."""
         starts = self.starts
         return (len(self.block_ids) + sum(starts)) // len(starts)
 
     def tables(self) -> tuple[tuple[int, ...], ...]:
-        """`block_ids` of each group."""
         if not self.first_blocks:
             return (self.block_ids,)
         stop, tables, begin = self.stop, [], 0
@@ -267,7 +264,6 @@ class SequenceUpdate(Value, frozen=True, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """New tokens, and nothing else."""
         return (
             self.finish_reason is None
             and self.error is None

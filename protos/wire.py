@@ -24,7 +24,6 @@ Decode = Callable[[Any], Any]
 
 
 def to_proto(value: Any) -> Any:
-    """The message of a value."""
     return _layout_message(value) if type(value) is values.KVLayout else _codec(type(value)).encode(value)
 
 
@@ -72,7 +71,6 @@ def error_info(error: BaseException) -> values.ErrorInfo:
 
 
 def raised(info: values.ErrorInfo) -> BatonError:
-    """The typed error for what crossed the boundary."""
     return error_from_code(info.code, info.message, param=info.param or None, retry_after_s=info.retry_after_s or None)
 
 

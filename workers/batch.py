@@ -46,7 +46,6 @@ class Sample(Value, frozen=True, kw_only=True):
 
 
 def is_penalised(params: SamplingParams) -> bool:
-    """Do the tokens so far change the next one's logits?"""
     return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
@@ -97,7 +96,6 @@ class Row(Value, frozen=True, kw_only=True):
 
     @property
     def is_decode(self) -> bool:
-        """Computes one position, besides those of drafts."""
         return len(self.token_ids) + (self.depends_on_row is not None) == 1
 
 
@@ -118,7 +116,6 @@ class Batch(Value, frozen=True, kw_only=True):
 
     @property
     def num_read(self) -> int:
-        """Positions of KV, each once a row."""
         return sum(row.stop for row in self.rows)
 
     @property
@@ -159,9 +156,7 @@ class PendingStep(Protocol):
 class PollableStep(Protocol):
     """A pending step of a device that computes by itself."""
 
-    def is_over(self) -> bool:
-        """Would `fetch` return at once?"""
-        ...
+    def is_over(self) -> bool: ...
 
 
 @runtime_checkable

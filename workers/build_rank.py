@@ -318,7 +318,6 @@ def _layout(config: WorkerConfig, model: ServedConfig, name: str, device: str, d
 
 
 def _freeing(config: WorkerConfig, model: ServedConfig, layout: KVLayout) -> KVLayout:
-    """`layout` with groups that free what lies behind their windows, if the model has any."""
     freeing = with_windows(layout, model.windows)
     if not freeing.frees_blocks:
         return layout

@@ -98,14 +98,12 @@ def num_blocks_of(
 
 
 def _staged_bytes(layout: KVLayout) -> int:
-    """Device memory that copies to the host take."""
     of_both = rank_block_bytes(layout)
     of_model = rank_block_bytes(replace(layout, head=None))
     return staging_bytes(of_model // len(layout.groups), of_both - of_model)
 
 
 def _most_useful(config: WorkerConfig, layout: KVLayout, max_model_len: int) -> int:
-    """Blocks that `max_num_seqs` of the longest sequences hold."""
     windows = PageWindows(block_size=config.block_size, windows=layout.windows)
     return -(-config.max_num_seqs * windows.num_held(max_model_len, config.largest_chunk) // len(layout.groups))
 

@@ -108,8 +108,6 @@ class Cores:
         self.cpus = self.near = ()
 
     def _take(self, cpu: int) -> bool:
-        """A rank that releases a core removes its file. So a file that was opened before and locked after that is
-        stale, and another one is made."""
         path = self._folder / str(cpu)
         for _ in range(TRIES):
             with suppress(FileExistsError):

@@ -53,7 +53,6 @@ class Timeline:
         return self._spans is not None
 
     def now(self) -> float:
-        """Now, by the clock of the spans."""
         return self._clock()
 
     def record(self, recording: bool | None = None) -> tuple[tuple[Span, ...], int]:
@@ -84,7 +83,6 @@ class Timeline:
     def add(
         self, name: str, start_s: float, end_s: float, batch: Batch | None = None, **figures: Unpack[SpanFigures]
     ) -> None:
-        """Records a span whose times are known."""
         if self._spans is None:
             return
         if batch is not None:

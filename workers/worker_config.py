@@ -33,11 +33,9 @@ class StepLimits:
 
     @property
     def largest_chunk(self) -> int:
-        """Tokens of one prompt that a step computes at most."""
         return min(self.prefill_chunk, self.max_num_batched_tokens)
 
     def step_limits(self) -> dict[str, Any]:
-        """The same values, for another configuration class that has them."""
         return {spec.name: getattr(self, spec.name) for spec in fields(StepLimits)}
 
     def __post_init__(self) -> None:

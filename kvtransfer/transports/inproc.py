@@ -203,7 +203,6 @@ class InprocSender(_InprocEnd[Sent | LaneLost]):
                 self._forget(self._lanes[parcel.destination], parcel)
 
     def carries(self, ticket_id: str) -> bool:
-        """True if anything of a ticket is on its way."""
         return any(parcel.chunk.ticket_id == ticket_id for parcel in self._under_way)
 
     def busy(self) -> bool:
@@ -225,7 +224,6 @@ class InprocSender(_InprocEnd[Sent | LaneLost]):
             self._exchange._leave(self)
 
     def _lane(self, peer: str) -> _Lane:
-        """An unknown peer's lane is lost when it is first polled."""
         if peer not in self._lanes:
             self._lanes[peer] = _Lane(peer)
             if peer not in self._exchange._receivers:

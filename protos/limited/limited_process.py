@@ -32,7 +32,6 @@ class LimitedProcessEnded(Exception):
 
     @property
     def is_from_outside(self) -> bool:
-        """Killed from outside, for example by the kernel's out-of-memory killer."""
         return self.code in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 

@@ -31,7 +31,6 @@ class FolderFiles:
         return str(self.path / name)
 
     def has(self, name: str) -> bool:
-        """A tokenizer.json is made of a tokenizer in other files."""
         made = name == "tokenizer.json" and has_other_tokenizer(self.path)
         return made or (self.path / name).is_file()
 

@@ -26,7 +26,6 @@ _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower."
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`config` itself where the model is no such one."""
     named, text = config.get("architectures"), config.get("text_config")
     if not isinstance(named, list) or not _WRAPPERS.intersection(map(str, named)) or not isinstance(text, dict):
         return config

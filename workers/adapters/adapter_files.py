@@ -156,7 +156,6 @@ def _why_refused(name: str) -> str:
 
 
 def _check_shapes(file: Path, module: AdaptedModule, served: Mapping[str, ModuleShape], tensors: Any) -> int:
-    """The bytes of its matrices."""
     shape = served.get(module.name)
     if shape is None:
         kind, kinds = module.name.rpartition(".")[2], sorted({name.rpartition(".")[2] for name in served})

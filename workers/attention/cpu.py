@@ -47,7 +47,6 @@ class CompiledAttention:
         return LayerCache(keys=storage.keys(layer), values=storage.values(layer), scales=storage.scales(layer))
 
     def kernels_for(self, dtype: torch.dtype) -> Native | Tiles:
-        """The compiled kernels for queries of this dtype."""
         keys = next(iter(self.caches.values())).keys
         kernels, tiles = self._given or native(dtype), native_tiles()
         fits = keys.dtype == torch.bfloat16 and keys.shape[-1] % _TILE_DEPTH == 0
@@ -58,7 +57,6 @@ class CompiledAttention:
 
     @property
     def rows(self) -> RowTables:
-        """The tables of the current step's rows."""
         assert self._rows is not None, "no step has begun"
         return self._rows
 

@@ -115,7 +115,6 @@ class PagedAttention:
         return out_TND
 
     def _plan_decode(self, inputs: AttentionInputs, window: int | None) -> None:
-        """Writes the plan into the tensors of the last step with the same number of rows, if there was one."""
         arrays = plan_decode(
             self._rows.decode,
             inputs.query_starts,
@@ -135,7 +134,6 @@ class PagedAttention:
         self._planned.add(window)
 
     def _plan_prefill(self, inputs: AttentionInputs, q_TND: torch.Tensor) -> PrefillPlan:
-        """The plan of prefill rows, the same for all layers of the step."""
         if self._is_latent:
             group = heads_of_program(q_TND.shape[1], q_TND.dtype)
             tile = latent_tile(q_TND.dtype, heads=group, prompts=True)

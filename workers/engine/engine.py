@@ -279,7 +279,6 @@ class Engine:
         self._scheduler.check_integrity(reserved_ids)
 
     def written_ids(self) -> Iterator[int]:
-        """The blocks that steps in flight write."""
         size = self._scheduler.pool.block_size
         for launched in self._in_flight:
             for row in launched.batch.rows:
@@ -288,13 +287,11 @@ class Engine:
                     yield from block_ids[row.start // size : -(-stop // size)]
 
     def assert_idle(self) -> None:
-        """Asserts that no request, transfer, block or grammar is left."""
         assert not self._role.busy()
         assert self._grammars is None or not len(self._grammars)
         self._scheduler.assert_idle()
 
     def _check_adapter(self, adapter_id: str) -> None:
-        """Raises AdapterNotLoaded."""
         if self.adapters is None:
             raise AdapterNotLoaded("this worker serves no adapters")
         self.adapters.require(adapter_id)
@@ -328,7 +325,6 @@ class Engine:
             return self._scheduler.plan(now, self._grammars.pending() if self._grammars is not None else ())
 
     def _prolong(self, num_steps: int) -> None:
-        """Extends the only batch in flight by this number of steps."""
         (launched,) = self._in_flight
         assert isinstance(launched.pending, ProlongableStep)
         batch = self._scheduler.prolong(launched.batch, num_steps)
@@ -397,7 +393,6 @@ class Engine:
         self._grammars.begin(request.request_id, request.sampling.grammar, request.output_ids)
 
     def _prepare_masks(self, grammars: Grammars, updates: Sequence[SequenceUpdate]) -> None:
-        """Begins to compute the masks of the tokens after these updates, during the next step."""
         grammars.release([update.request_id for update in updates if update.finish_reason is not None])
         for update in updates:
             request = self._scheduler.find(update.request_id) if update.token_ids else None
@@ -405,7 +400,6 @@ class Engine:
                 grammars.begin(request.request_id, request.sampling.grammar, tuple(request.output_ids))
 
     def _draft_masks(self, grammars: Grammars, batch: Batch) -> None:
-        """Begins to compute the masks after drafts, during the forward pass."""
         for row in batch.rows:
             if row.draft_ids and row.sample is not None and row.sample.params.grammar:
                 grammars.draft(row.request_id, row.draft_ids)

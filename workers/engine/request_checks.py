@@ -58,7 +58,6 @@ def _are_ids(token_ids: Sequence[int], vocab_size: int) -> bool:
 
 
 def _are_below(token_ids: Sequence[int], vocab_size: int) -> bool:
-    """The check of `_are_ids`, in a third of the time that `min` and `max` take for a long prompt."""
     try:
         ids = array("I", tuple(token_ids))  # a plain tuple: `array` calls any other sequence for each of its items
         return int(np.frombuffer(ids, dtype=np.uintc).max()) < vocab_size

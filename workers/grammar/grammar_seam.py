@@ -53,9 +53,7 @@ class Grammars(Protocol):
         those from 1 on, up to the first draft that the grammar does not allow. None while they are pending."""
         ...
 
-    def release(self, request_ids: Collection[str]) -> None:
-        """Drops requests that have ended here. Unknown ids are ignored."""
-        ...
+    def release(self, request_ids: Collection[str]) -> None: ...
 
     def __len__(self) -> int:
         """Number of requests that have not been released."""

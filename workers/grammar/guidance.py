@@ -202,7 +202,6 @@ class GuidanceGrammars:
         )
 
     def _waited(self, made: Future[Any]) -> bool:
-        """Waits for the mask within the step's remaining time. True if it is ready."""
         start_s = time.perf_counter()
         wait([made], timeout=max(0.0, self._patience_s))
         self._patience_s -= time.perf_counter() - start_s

@@ -21,7 +21,6 @@ _NUM_WARPS = 4
 def _copy_runs(
     cache_ptr, ids_ptr, payload_ptr, num_blocks, num_ids, RUN: tl.constexpr, CHUNK: tl.constexpr, OUT: tl.constexpr
 ):
-    """Copies one chunk of one run from the cache to the payload, or back."""
     index = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     elements = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)

@@ -42,7 +42,6 @@ def _keys(logits_L):
 
 @triton.jit
 def _logit(key):
-    """The logit of a key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -55,7 +54,6 @@ def _weights(logits_L, largest, temperature, floor):
 
 @triton.jit
 def _best(row_ptr, V, BLOCK: tl.constexpr):
-    """The largest logit, and the first id with it."""
     largest_L = tl.full([BLOCK], float("-inf"), tl.float32)
     ids_L = tl.zeros([BLOCK], tl.int32)
     for start in range(0, V, BLOCK):
@@ -108,7 +106,6 @@ def _search(row_ptr, V, goal, low, number_low, largest, temperature, floor, WEIG
 
 @triton.jit
 def _uniform(seed, index):
-    """`workers.sampling.philox.uniforms` of one seed and index."""
     low, high = (index & 0xFFFFFFFF).to(tl.uint32), ((index >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zero = low ^ low
     first, second, _, _ = tl.philox(seed, low, high, zero, zero)

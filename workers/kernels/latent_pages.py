@@ -25,7 +25,6 @@ from workers.kernels.tile import SoftmaxOptions, Tile, check_indices, softmax_st
 
 @triton.jit
 def _item(items_ptr, PROMPTS: tl.constexpr):
-    """(row, first token, tokens, position of the first, start and stop of the context, slot of the work space)."""
     if PROMPTS:
         item_ptr = items_ptr + tl.program_id(0) * 4
         count, position = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
@@ -129,7 +128,6 @@ def _write_latents(
     L: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Handles one query head of one token, or, as the last program of the token, its latent."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     width: tl.constexpr = STILL + 2 * PAIRS
     from_ptr, to_ptr = q_ptr + token * q_stride + head * width, out_ptr + (token * N + head) * width
@@ -160,7 +158,6 @@ def heads_of_program(num_heads: int, dtype: torch.dtype) -> int:
 
 
 def head_programs(num_heads: int, dtype: torch.dtype) -> int:
-    """Programs of one item."""
     return -(-num_heads // heads_of_program(num_heads, dtype))
 
 

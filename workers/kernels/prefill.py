@@ -44,7 +44,6 @@ def _prefill(
     KIND: tl.constexpr, M: tl.constexpr, C: tl.constexpr, D: tl.constexpr, CAPPED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile of one row's queries, for the G heads of one key/value head."""
     item_ptr, head = work_ptr + tl.program_id(0) * 4, tl.program_id(1)
     row, start = tl.load(item_ptr), tl.load(item_ptr + 1)
     count, position = tl.load(item_ptr + 2), tl.load(item_ptr + 3)

@@ -84,7 +84,6 @@ class Landing:
             self._landed.record()
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """The tensors on the host, once the copies have ended."""
         if self._landed is not None:
             self._landed.synchronize()
         return self._tensors

@@ -49,8 +49,7 @@ def _ids(num_blocks: int) -> tuple[int, ...]:
     return tuple(range(num_blocks - 1, -1, -1))
 
 
-def _unheard(event: KVEvent) -> None:
-    """The default `record`, for a pool without an index."""
+def _unheard(event: KVEvent) -> None: ...
 
 
 def page_hash(block_hash: BlockHash, group: int) -> bytes:
@@ -73,7 +72,6 @@ class CachedPrefix:
     on_host: Sequence[tuple[int, int]] = ()
 
     def held(self) -> list[int]:
-        """The pages on the device, to acquire and to release."""
         pages = [
             page
             for table, passed in zip(self.tables, self.num_passed, strict=True)
@@ -131,7 +129,6 @@ class BlockPool:
         return len(self._by_hash)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def can_spare(self, num_blocks: int) -> bool:
@@ -149,7 +146,6 @@ class BlockPool:
         return matched
 
     def has(self, name: bytes) -> bool:
-        """Whether the page of this name (`page_hash`) is cached."""
         return name in self._by_hash
 
     def match_prefix(self, hashes: Sequence[BlockHash]) -> CachedPrefix:
@@ -354,7 +350,6 @@ class BlockPool:
         return chains if self.host is None else chains + _chains(self.host.entries(), Tier.HOST)
 
     def hit(self, num_tokens: int) -> None:
-        """Counts tokens of a prompt that were cached here."""
         self._num_hit_tokens += num_tokens
 
     def tiers(self) -> tuple[TierStats, ...]:
@@ -371,7 +366,6 @@ class BlockPool:
         return (device,) if self.host is None else (device, self.host.tier())
 
     def hash_of(self, block_id: int) -> BlockHash | None:
-        """The hash of a sealed block."""
         return self._hashes[block_id]
 
     def num_references(self, block_id: int) -> int:
@@ -409,7 +403,6 @@ class BlockPool:
             self.host.assert_idle()
 
     def _sealed(self, block_id: int) -> tuple[BlockHash, BlockHash]:
-        """The hash of a sealed block, and its parent's."""
         block_hash = self._hashes[block_id]
         assert block_hash is not None
         return block_hash, self._parents[block_id]
@@ -419,7 +412,6 @@ class BlockPool:
             self._record(BlockStored(hashes=tuple(hashes), parent=parent))
 
     def _evict(self, num_blocks: int) -> None:
-        """The least recently used."""
         removed: list[BlockHash] = []
         for _ in range(num_blocks):
             block_id, _ = self._evictable.popitem(last=False)
@@ -439,7 +431,6 @@ _NONE_PASSED = (0,)
 
 
 def _chains(parents: Mapping[BlockHash, BlockHash], tier: Tier) -> tuple[BlockStored, ...]:
-    """Chains of blocks, from blocks and their parents."""
     children: dict[BlockHash, list[BlockHash]] = {}
     heads: list[tuple[BlockHash, BlockHash]] = []
     for block_hash, parent in parents.items():

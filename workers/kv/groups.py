@@ -59,7 +59,6 @@ def group_size(counts: Mapping[int | None, int]) -> int | None:
 
 
 def _cut(layers: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Into groups of `size` at most, as even as can be."""
     num_groups = -(-len(layers) // size)
     bounds = [index * len(layers) // num_groups for index in range(num_groups + 1)]
     return [layers[start:stop] for start, stop in itertools.pairwise(bounds)]

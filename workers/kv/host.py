@@ -43,13 +43,9 @@ class HostCopies(Protocol):
     """
 
     @property
-    def blocks_per_s(self) -> float:
-        """How fast blocks are loaded, as measured at the start."""
-        ...
+    def blocks_per_s(self) -> float: ...
 
-    def offload(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
-        """HostCopies blocks of the device to slots of the host."""
-        ...
+    def offload(self, block_ids: Sequence[int], slots: Sequence[int]) -> None: ...
 
     def onload(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         """Begins to copy slots into blocks, which must not be read or written before `await_copy`."""
@@ -109,7 +105,6 @@ class HostPool:
 
     @property
     def blocks_per_s(self) -> float:
-        """How fast blocks are loaded."""
         num_blocks, seconds = self._speed
         return num_blocks / seconds if seconds > 0 else self.copies.blocks_per_s
 
@@ -128,7 +123,6 @@ class HostPool:
         return slots
 
     def slot(self, name: BlockHash) -> int:
-        """The slot of a page that is on the host."""
         return self._kept[name][0]
 
     def use(self, hashes: Sequence[BlockHash]) -> None:
@@ -170,7 +164,6 @@ class HostPool:
                     self._free.append(slot)
 
     def clear(self) -> None:
-        """Drops every block. The caller records it."""
         for slot, _ in self._kept.values():
             if slot in self._pins:
                 self._orphans.add(slot)
@@ -181,13 +174,11 @@ class HostPool:
     # -- what it was good for ------------------------------------------------------------------------------------------
 
     def observe(self, num_blocks: int, elapsed_s: float) -> None:
-        """Counts blocks that were loaded in this time."""
         self._num_loaded += num_blocks
         self._load_s += elapsed_s
         self._speed = (self._speed[0] * _KEEP + num_blocks, self._speed[1] * _KEEP + elapsed_s)
 
     def hit(self, num_tokens: int) -> None:
-        """Counts tokens that were loaded for a prompt."""
         self._num_hit_tokens += num_tokens
 
     def recomputed(self, num_tokens: int) -> None:
@@ -237,7 +228,6 @@ class HostPool:
         assert not self._pins, f"slots {sorted(self._pins)} are still pinned"
 
     def _take(self) -> int:
-        """A free slot, or that of the least recently used block."""
         if self._free:
             return self._free.pop()
         block_hash = next(one for one, (slot, _) in self._kept.items() if slot not in self._pins)

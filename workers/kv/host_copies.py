@@ -50,7 +50,6 @@ def staging_bytes(*block_bytes: int) -> int:
 
 
 def _storages(storage: KVStorage) -> list[KVStorage]:
-    """The model's, and that of a head beside it."""
     return [storage] if storage.beside is None else [storage, storage.beside]
 
 
@@ -176,7 +175,6 @@ class _TensorCopies:
         self._turned = [staging().flatten() for _ in range(2)]
 
     def collect(self, block_ids: Sequence[int], staged: int) -> None:
-        """On the stream that computes."""
         payload = self._payload(self._turned[0], len(block_ids))
         self._storage.gather(block_ids, out=payload, of=self._data)
         self._leaving[staged][: len(block_ids)].copy_(self._by_part(payload).transpose(0, 1))
@@ -193,12 +191,10 @@ class _TensorCopies:
         self._storage.scatter(block_ids, payload, of=self._data)
 
     def _payload(self, room: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        """The payload in the form of `KVStorage.gather`, in the beginning of some memory."""
         shape = (*self._data.shape[:2], num_blocks, *self._data.shape[3:])
         return room[: self._data[:, :, 0].numel() * num_blocks].view(shape)
 
     def _by_part(self, payload: torch.Tensor) -> torch.Tensor:
-        """[P, N, R], a view."""
         return payload.flatten(0, 1).flatten(2)
 
 

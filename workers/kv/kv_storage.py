@@ -96,7 +96,6 @@ class KVStorage:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def part(self, layer: int, name: str) -> torch.Tensor:
-        """[blocks, heads, block size, width], a view."""
         return self._views[layer, name]
 
     def keys_values(self, layer: int, value_dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +159,6 @@ class KVStorage:
         self.beside = beside
 
     def write(self, cut: Cut, payload: torch.Tensor) -> None:
-        """Puts the payload of a cut into this cache's blocks."""
         dtype = self._payload_dtype(cut)
         assert payload.dtype == dtype, f"payload is {payload.dtype}, the cache {dtype}"
         assert payload.nbytes == self._num_bytes(cut), f"payload of {payload.nbytes} bytes does not fit {cut}"
@@ -200,7 +198,6 @@ class KVStorage:
             _cuda.current_stream().wait_stream(self._aside)
 
     def _payload_dtype(self, cut: Cut) -> torch.dtype:
-        """Bytes if parts have different shapes, or a head's KV follows."""
         return torch.uint8 if len(self.tensors) > 1 or cut.with_head else self.tensors[0].dtype
 
     def _zeros(self, stack: Sequence[KVPart]) -> torch.Tensor:

@@ -146,7 +146,6 @@ class Decoder:
 
     @property
     def waits(self) -> bool:
-        """Whether a packed layer waits for its device."""
         return any(layer.waits for layer in self._layers)
 
     def packed_layers(self) -> list[LayerWeights] | None:
@@ -179,7 +178,6 @@ class Decoder:
         )
 
     def slots(self) -> Iterator[Slot]:
-        """Where every tensor of the checkpoint goes."""
         for part in self.load_parts():
             yield from part.slots()
 
@@ -290,7 +288,6 @@ class DecoderLayer:
 def _add(
     norm: RMSNorm | LayerNorm | None, delta_TE: torch.Tensor, stream_TE: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what a half of a layer reads, the stream), after `delta_TE` has been added to the stream."""
     if norm is not None:
         return norm.add(delta_TE, stream_TE)
     stream_TE = delta_TE + stream_TE

@@ -31,8 +31,7 @@ Progress = Callable[[int, int], None]
 _UNPACKED_BYTES = 64 << 20  # read beside packed weights at the end of a load
 
 
-def ignore_progress(done_bytes: int, total_bytes: int) -> None:
-    """For a caller that shows none."""
+def ignore_progress(done_bytes: int, total_bytes: int) -> None: ...
 
 
 def stay_as_read() -> None:
@@ -98,7 +97,6 @@ class PartLoader:
             on_progress(done, total)
 
     def _loaded(self, parts: Sequence[tuple[LoadPart, int]], num_threads: int) -> Iterator[int]:
-        """Yields the size of each part that is loaded."""
         if num_threads == 1:
             for part, size in parts:
                 self._load(part)

@@ -107,7 +107,6 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """The factor of queries times keys."""
         return self.head_dim**-0.5 if self.scales.attention is None else self.scales.attention
 
     @property
@@ -127,7 +126,6 @@ class ModelConfig:
 
     @property
     def mtp_prefixes(self) -> tuple[str, ...]:
-        """Prefixes of the tensors for multi-token prediction."""
         layers = range(self.num_layers, self.num_layers + self.num_mtp_layers)
         return tuple(f"model.layers.{layer}." for layer in layers)
 
@@ -264,7 +262,6 @@ def weight_bytes(path: str | Path, dtype: str, quantize: Quantize = "off") -> in
 
 
 def mtp_bytes(path: str | Path, model: ModelConfig, dtype: str) -> int:
-    """The same of the checkpoint's first layer for multi-token prediction."""
     prefix = f"model.layers.{model.num_layers}."
     return sum([_loaded_bytes(*one, dtype) for one in stored_tensors(Path(path)).items() if one[0].startswith(prefix)])
 
@@ -289,7 +286,6 @@ def _shares(config: ModelConfig, tp: int, expert_parallel: bool) -> bool:
 
 
 def _widths(config: ModelConfig, expert_parallel: bool) -> dict[str, int]:
-    """Widths that the ranks share by columns, by name."""
     experts, found = config.experts, {}
     if experts is None or not all(experts.sparse):
         found["MLP size"] = config.intermediate_size
@@ -376,7 +372,6 @@ def _rotary_dim(config: Fields, family: Family, head_dim: int) -> int:
 
 
 def _max_model_len(ropes: Ropes, max_position: int) -> int:
-    """Where layers have different ropes, the length that the model was made for has their scaling in it."""
     distinct = {rope for rope in ropes if rope}
     if len(distinct) != 1:
         return max_position

@@ -85,7 +85,6 @@ def _replicated(loads: Sequence[float], num_slots: int) -> list[int]:
 
 
 def _packed(weights: Sequence[float], num_packs: int) -> list[list[int]]:
-    """Items in packs of equal numbers, heaviest first, each into the lightest pack with room."""
     room = len(weights) // num_packs
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     sums = [0.0] * num_packs

@@ -67,7 +67,6 @@ class RankOperations(StepOperations, CopyOperations, AdapterOperations, Transfer
 
 
 def operations_of(protocol: type) -> dict[str, Any]:
-    """The tuple of each method's arguments, by the method's name."""
     found: dict[str, Any] = {}
     for base in reversed(protocol.__mro__):
         for name, method in vars(base).items():

@@ -49,7 +49,6 @@ class InputSample:
         return rows[:: max(1, rows.shape[0] // _SAMPLE)][:_SAMPLE]
 
     def divide(self, scale_I: torch.Tensor) -> None:
-        """The inputs are smaller by this factor from now on."""
         self._sum_I /= scale_I
         self._rows = [rows / scale_I for rows in self._rows]
 

@@ -104,7 +104,6 @@ def held_out_nats(folder: Path, sequences: Sequences) -> float:
 def _quantised_layer(
     walk: LayerWalk, layer: int, recipe: QuantiseRecipe, source: WeightSource, inputs_of: dict[str, int]
 ) -> tuple[Tensors, set[str]]:
-    """The tensors to write, and the names of those that they stand for."""
     prefix = f"model.layers.{layer}"
     observed: ObservedFloats[Any] = ObservedFloats(_OBSERVERS[recipe.method])
     made = walk.make(layer, observed.encoding_of)
@@ -128,7 +127,6 @@ def _rounded(
     observers: Mapping[tuple[str, ...], Any],
     stored: Mapping[str, torch.dtype],
 ) -> Tensors:
-    """The tensors that are stored for a layer. `tensors`, the layer's own, become what that stands for."""
     linear = {name: observer for names, observer in observers.items() for name in names}
     for name in linear:
         check_finite(f"{name}.weight", tensors[f"{name}.weight"])

@@ -46,7 +46,6 @@ class QuantisedFolder:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keeps them in memory until they make a shard."""
         for name, tensor in tensors.items():
             self._tensors[name] = tensor.contiguous()
             self._num_bytes += tensor.nbytes

@@ -84,7 +84,6 @@ class LayerWalk:
         self._streams_TE = [embedding(_ids(batch)) for batch in self._batches]
 
     def make(self, layer: int, encodings: WeightEncodings) -> DecoderLayer:
-        """The layer with its weights."""
         made = DecoderLayer(self.context(encodings), self._config, layer)
         self._made = layer
         self._load(made)
@@ -138,7 +137,6 @@ class LayerWalk:
 
 
 def _batches(sequences: Sequences) -> list[list[Sequence[int]]]:
-    """Sequences of at least two tokens, together about `_BATCH`."""
     batches: list[list[Sequence[int]]] = []
     room = 0
     for sequence in sequences:

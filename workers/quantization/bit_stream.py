@@ -67,7 +67,6 @@ def select_columns(stream_OW: torch.Tensor, bits: int, columns: torch.Tensor | s
 
 
 def _columns(values_OI: torch.Tensor, columns: torch.Tensor | slice) -> torch.Tensor:
-    """numpy takes columns of bytes four times as fast as torch."""
     if isinstance(columns, slice) or values_OI.device.type != "cpu":
         return values_OI[:, columns]
     return torch.from_numpy(np.take(values_OI.numpy(), columns.numpy(), axis=1))

@@ -126,11 +126,9 @@ class QuantisedWeight:
         return ordered
 
     def row_tiles(self) -> list[slice]:
-        """Ranges of outputs that are dequantised one after the other."""
         return tiles_of(self.num_outputs, self.num_columns)
 
     def cut_outputs(self, start: int, size: int) -> QuantisedWeight:
-        """Views of this weight's tensors."""
         return self.outputs(slice(start, start + size))
 
     def outputs(self, rows: slice | torch.Tensor) -> QuantisedWeight:

@@ -108,7 +108,6 @@ class ThreadedEngineLoop:
         return await future
 
     async def idle(self) -> None:
-        """Returns when no request runs and no message is pending."""
         future: asyncio.Future[None] = self._loop.create_future()
         self.post(lambda: self._awaiting_idle.append(future))
         await future

@@ -17,11 +17,9 @@ class StepProgress:
         self._working = False
 
     def resting(self) -> None:
-        """Records that the engine has no work."""
         self._working = False
 
     def working(self, now: float) -> None:
-        """Records that the engine has work."""
         if not self._working:
             self._working, self._since_s = True, now
 

@@ -24,7 +24,6 @@ LAST_WORDS_S = 1.0
 
 
 def no_tickets(now: float) -> Sequence[TicketStats]:
-    """The tickets of a worker that receives no KV."""
     return ()
 
 
@@ -172,7 +171,6 @@ class Worker:
             self._ended.set_result(None)
 
     def _order_role(self, role: WorkerRole | None) -> None:
-        """Raises WorkerDraining, InvalidRequest."""
         if role is not None and self._leaving is not None:
             raise WorkerDraining(f"worker {self.info.worker_id} is ending: its successor starts in the new role")
         if self._role_change is not None and (role is not None or self._leaving is None):

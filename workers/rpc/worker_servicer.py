@@ -258,7 +258,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self.loop.post(move)
 
     def _own(self, stream: GatewayStream, request_id: str, number: int = 0) -> None:
-        """Makes the request belong to this stream, and no longer to an older one of the same gateway."""
         self._disown(request_id)
         self._owners[request_id] = stream
         stream.request_ids[request_id] = number
@@ -374,7 +373,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     @property
     def has_owners(self) -> bool:
-        """Whether a gateway owns a request on this worker."""
         return bool(self._owners)
 
     async def disowned(self) -> None:
@@ -384,7 +382,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             await self._disowned.wait()
 
     def unowned(self, request_ids: Iterable[str]) -> list[str]:
-        """The requests that no gateway owns on this worker."""
         return [request_id for request_id in request_ids if request_id not in self._owners]
 
     def end_streams(self) -> None:

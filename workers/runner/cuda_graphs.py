@@ -125,7 +125,6 @@ class DecodeGraphs:
         return self._logits_PV[:size]
 
     def _put(self, inputs: ModelInputs, size: int) -> ModelInputs:
-        """Copies the step's inputs to the recorded addresses."""
         given = inputs.attention
         numbers = inputs.token_ids_T, given.positions_T, *(group.slots_T for group in given.tables)
         for place_P, numbers_P in zip(self._numbers_GP, numbers, strict=True):

@@ -35,7 +35,6 @@ class DeviceClock:
         self._base_s = 0.0
 
     def begin(self) -> TimedStep:
-        """Marks the beginning of work that is queued next."""
         if self._base is None or self._clock() - self._base_s > FORGET_S:
             self._base = self._event()
             self._base.record()

@@ -96,7 +96,6 @@ def _adapters(rows: Sequence[Row], rows_T: NDArray[np.int64]) -> tuple[tuple[str
 def _tables(
     blocks: Sequence[tuple[int, ...]], rows_T: NDArray[np.int64], positions_T: NDArray[np.int64], block_size: int
 ) -> PackedTables:
-    """Tables of one group, from the blocks of each row."""
     tables_SB = np.zeros((len(blocks), max(map(len, blocks))), dtype=np.int32)
     for table_B, block_ids in zip(tables_SB, blocks, strict=True):
         table_B[: len(block_ids)] = block_ids

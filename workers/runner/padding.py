@@ -53,7 +53,6 @@ def size_for(packed: Packed, sizes: tuple[int, ...]) -> int | None:
 
 
 def padded(packed: Packed, size: int) -> Packed:
-    """A step of single tokens, followed by padding rows."""
     num_rows = len(packed.context_lens)
     missing = size - num_rows
     assert missing >= 0, f"{num_rows} rows do not fit {size}"
@@ -79,7 +78,6 @@ def padded(packed: Packed, size: int) -> Packed:
 
 
 def nothing(size: int, num_groups: int = 1) -> Packed:
-    """A step of padding only, for capture."""
     empty = np.zeros(0, dtype=np.int64)
     step = Packed(
         token_ids_T=empty,

@@ -82,7 +82,6 @@ class _Penalties:
 
 
 def _known(one: Sample) -> tuple[Ints, Ints]:
-    """The distinct ids that count, and how often each is in the output."""
     output_ids, counts = np.unique(np.array(one.output_ids, dtype=np.int64), return_counts=True)
     if one.params.repetition_penalty == 1.0:
         return output_ids, counts

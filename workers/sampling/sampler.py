@@ -52,7 +52,6 @@ class Drawn:
         self._landing = Landing(ids_R.masked_fill(broken_R, _BROKEN))
 
     def fetch(self) -> list[RowOutput]:
-        """Waits for the device."""
         (ids_R,) = self._landing.wait()
         logprobs = self._scores.fetch() if self._scores is not None else []
         return [
@@ -120,7 +119,6 @@ def _mask(logits_RV: torch.Tensor, masks: Mapping[int, Mask]) -> None:
 
 
 def _mask_on_device(logits_RV: torch.Tensor, masks: Mapping[int, Mask]) -> None:
-    """The same from packed masks, without waiting for the device."""
     device, vocab_size = logits_RV.device, logits_RV.shape[1]
     rows_C = to_device(np.array(list(masks)), device)
     words_CW = to_device(np.stack(list(masks.values())), device)
@@ -155,7 +153,6 @@ def _choose(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
 
 
 def _choose_on_gpu(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
-    """The same tokens from one kernel."""
     kernel = import_module("workers.kernels.draw")  # imports triton
     params = [one.params for one in samples]
     draws = kernel.Draws.pack(
@@ -173,8 +170,6 @@ def _choose_on_gpu(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.
 
 
 def _draw(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
-    """Temperature, filters, then the first token in vocabulary order whose cumulative probability exceeds the
-    row's random number."""
     device = logits_RV.device
     params = [one.params for one in samples]
     temperature_R = torch.tensor([one.temperature for one in params], dtype=torch.float64, device=device)

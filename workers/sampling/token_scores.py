@@ -25,7 +25,6 @@ class TokenScores:
         self._landing = Landing(token_ids_T, chosen_T, ranks_T, best_ids_TK, logprobs_TV.gather(1, best_ids_TK))
 
     def fetch(self) -> list[Logprobs]:
-        """Waits for the device."""
         ids, chosen, ranks, best_ids, best = (tensor.tolist() for tensor in self._landing.wait())
         return [
             Logprobs(

@@ -148,7 +148,6 @@ class Onloads:
         return load
 
     def poll(self) -> None:
-        """Finishes onloads whose copies have ended."""
         host = self._pool.host
         if host is None or not self._unmeasured:
             return
@@ -188,7 +187,6 @@ class Onloads:
         return True
 
     def held_ids(self) -> Iterator[int]:
-        """The blocks that onloads hold for ended requests."""
         return (block_id for load in self._copying.values() for block_id in load.held)
 
     def _is_worth(self, num_pages: int, num_tokens: int) -> bool:
@@ -216,7 +214,6 @@ class Onloads:
         request.num_computed += load.num_tokens
 
     def _seal(self, load: Onload) -> None:
-        """In runs of a group's pages that follow one another, parents first."""
         start, pages = 0, load.pages
         for stop in range(1, len(pages) + 1):
             group, first = pages[start]

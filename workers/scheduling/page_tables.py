@@ -9,7 +9,6 @@ from workers.scheduling.request import Request
 
 
 def reset_tables(request: Request, num_groups: int) -> None:
-    """Makes the tables empty. The caller has released their pages."""
     request.tables = [[] for _ in range(num_groups)]
     request.num_passed = [0] * num_groups
     request.partial_pages = ()
@@ -60,7 +59,6 @@ def chunks_lacking(running: Iterable[Request], pool: BlockPool, chunk: int) -> l
 
 
 def num_lacking(request: Request, pool: BlockPool, stop: int) -> int:
-    """Pages that the request's tables lack for positions below `stop`."""
     num_blocks = pool.blocks_for(stop)
     return sum([max(0, num_blocks - len(table)) for table in request.tables])
 
@@ -104,7 +102,6 @@ def release(request: Request, pool: BlockPool) -> None:
 
 
 def give_back(request: Request, pool: BlockPool) -> None:
-    """Releases the pages that no token from `num_computed` on reads."""
     for group, passed in enumerate(pool.windows.num_passed(request.num_computed)):
         table, before = request.tables[group], request.num_passed[group]
         if passed > before:
@@ -128,5 +125,4 @@ def drop_tables(request: Request, pool: BlockPool) -> None:
 
 
 def _tail(pool: BlockPool, group: int, num_blocks: int) -> range:
-    """The group's pages that a prompt reads, or a pull, that begins with so many blocks."""
     return range(pool.windows.num_passed(max(0, num_blocks * pool.block_size - 1))[group], num_blocks)

@@ -25,13 +25,11 @@ class PendingBlocks:
             self._owners.setdefault(block_hash, request)
 
     def discard(self, request: Request, hashes: Iterable[BlockHash]) -> None:
-        """Removes those of the hashes that the request owns."""
         for block_hash in hashes:
             if self._owners.get(block_hash) is request:
                 del self._owners[block_hash]
 
     def num_leading(self, hashes: Iterable[BlockHash]) -> int:
-        """The number of leading blocks that are pending."""
         return len(list(takewhile(self._owners.__contains__, hashes)))
 
     def check_integrity(self) -> None:

@@ -108,7 +108,6 @@ class Request:
 
     @property
     def block_ids(self) -> list[int]:
-        """The only table, where the layers are one group."""
         return self.tables[0]
 
     @block_ids.setter
@@ -152,7 +151,6 @@ class Request:
         return self.sampling.prompt_logprobs is not None and self.num_prompt_reported < self.num_prompt - 1
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
-        """Token ids of positions [start, stop)."""
         prompt = self.num_prompt
         if stop <= prompt:
             return self.prompt_ids[start:stop]

@@ -106,7 +106,6 @@ class Role:
         return Tick()
 
     def is_behind(self) -> bool:
-        """True if `advance_transfers` has something to do, now or soon."""
         return False
 
     def advance_transfers(self, now: float, num_in_flight: int) -> None:
@@ -116,9 +115,7 @@ class Role:
         """Called before the batch is launched. A role that moves KV may arm pushes for when its layers are computed."""
 
     def busy(self) -> bool:
-        """True if a transfer needs further ticks although nothing runs."""
         return False
 
     def load(self) -> TransferLoad:
-        """The role's part of the worker's load."""
         return {}

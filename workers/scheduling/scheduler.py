@@ -171,7 +171,6 @@ class Scheduler:
         return len(known)
 
     def requests(self) -> Collection[Request]:
-        """Requests in every state."""
         return self._requests.values()
 
     def find(self, request_id: str) -> Request | None:
@@ -325,7 +324,6 @@ class Scheduler:
             self._take_back_blocks()
 
     def _has_batch_slot(self, request: Request) -> bool:
-        """Whether the batch has room for the request (`max_num_seqs`). A request keeps its slot from its onload on."""
         if request.onload is not None:
             return request.onload.done
         return len(self._running) + self.onloads.num_batch_slots < self.config.max_num_seqs
@@ -376,8 +374,6 @@ class Scheduler:
         self._seal(request)
 
     def _grow(self, request: Request, num_blocks: int) -> bool:
-        """Takes blocks for the next tokens, by preempting other requests if necessary. False if the request itself was
-        the last in rank and has been preempted."""
         while num_blocks > 0:
             if (fresh := self.pool.allocate(1)) is not None:
                 min(request.tables, key=len).extend(fresh)
@@ -470,7 +466,6 @@ class Scheduler:
         return FinishReason.PREFILLED
 
     def _seal(self, request: Request) -> None:
-        """Registers full and computed blocks, of prompt and answer, as cached prefix."""
         num_full = request.num_computed // self.pool.block_size
         if num_full == request.num_sealed:
             return
@@ -533,7 +528,6 @@ class Scheduler:
         self._pending.check_integrity()
 
     def assert_idle(self) -> None:
-        """Asserts that there are no requests and no held blocks."""
         assert not self._requests, f"requests {sorted(self._requests)} are still here"
         assert not len(self._pending)
         assert not self._in_flight

@@ -99,7 +99,6 @@ def without_stops(request: Request, draft_ids: tuple[int, ...], eos_ids: tuple[i
 
 
 def stop_ids(request: Request, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end the answer."""
     return (() if request.sampling.ignore_eos else eos_ids) + request.sampling.stop_token_ids
 
 

@@ -48,7 +48,6 @@ class AcceptanceRate:
         self.observed *= keep
 
     def after(self, prior: float) -> float:
-        """The rate if the prior counts as `PRIOR_WEIGHT` observations."""
         return (self.accepted + prior * PRIOR_WEIGHT) / (self.observed + PRIOR_WEIGHT)
 
 
@@ -60,7 +59,6 @@ class PositionRates:
     further: AcceptanceRate = field(default_factory=AcceptanceRate)
 
     def observe(self, num_accepted: int, num_drafted: int, keep: float) -> None:
-        """Positions after the first rejected one show nothing."""
         self.first.observe(min(num_accepted, 1), 1, keep)
         if num_accepted and num_drafted > 1:
             self.further.observe(num_accepted - 1, min(num_accepted, num_drafted - 1), keep)
@@ -98,7 +96,6 @@ class Acceptance:
         return [first * further**place for place in range(num_positions)]
 
     def observe(self, request_id: str, draft: Draft, num_accepted: int) -> None:
-        """A verified draft."""
         sort, num_drafted = sort_of(draft), len(draft.token_ids)
         own = self._own.setdefault(request_id, {})
         for rates, keep in ((self._shared, KEEP_SHARED), (own, KEEP_OWN)):
@@ -112,7 +109,6 @@ class Acceptance:
             own.fade(KEEP_IDLE)
 
     def passed(self, draft: Draft) -> None:
-        """A draft was proposed, and no token of it chosen."""
         shared = self._shared.get(sort_of(draft))
         if shared is not None:
             shared.fade(KEEP_PASSED)

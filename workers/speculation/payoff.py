@@ -42,7 +42,6 @@ class Payoff:
         return self.num_paused > 0
 
     def spare(self, seconds: float) -> None:
-        """Accepted drafts spared so much of the last observed step."""
         if self.num_steps > 0 and not self.is_paused:
             self.spared_s += seconds
 
@@ -76,7 +75,6 @@ class Payoff:
         return True
 
     def _has_failed(self) -> bool:
-        """Never where steps are not timed."""
         lost_s = self.spent_s - self.spared_s if self.steps_s else 0.0
         if self.num_steps >= TRIAL_STEPS:
             return lost_s > LEAST_LOSS * self.steps_s

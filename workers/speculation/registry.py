@@ -36,16 +36,13 @@ class SpeculateMode:
 
     @property
     def is_by_model(self) -> bool:
-        """Whether its proposer computes with a model."""
         return self.kind in BY_A_MODEL
 
     @property
     def is_head(self) -> bool:
-        """Whether its proposer reads hidden states of the model."""
         return self.is_by_model and self.kind != "model"
 
     def absolute(self) -> str:
-        """The mode as text, for a process in another folder."""
         return f"{self.kind}:{Path(self.path).absolute()}" if self.path else self.kind
 
 

@@ -121,14 +121,12 @@ class Speculation:
             self.add(proposer)
 
     def add(self, proposer: Proposer) -> None:
-        """Adds a proposer, before the first request."""
         self._proposers = (*self._proposers, proposer)
         if isinstance(proposer, TimedProposer):  # which takes as long as a row: never in a step
             self._timed[proposer.name], self._payoffs[proposer.name] = proposer, Payoff()
 
     @property
     def reads_steps(self) -> bool:
-        """Whether `computed` has a reader."""
         return any(proposer.needs.every_step for proposer in self._proposers)
 
     def computed(self, rows: Sequence[ComputedRow]) -> None:
@@ -169,7 +167,6 @@ class Speculation:
         self._sequences[sequence.request_id] = _Speculating(proposers, max_drafts)
 
     def end(self, request_id: str) -> None:
-        """The request has ended here. Unknown ids are ignored."""
         ended = self._sequences.pop(request_id, None)
         if ended is not None:
             for proposer in ended.proposers:
@@ -304,7 +301,6 @@ class Speculation:
         return payoff is not None and payoff.is_paused
 
     def _by_source(self, batch: Batch, each_s: float) -> Mapping[str, float]:
-        """`each_s` for each drafted token of the batch, by the draft's source."""
         seconds: dict[str, float] = {}
         for row in batch.rows:
             if row.draft_ids and row.request_id in self._sequences:
@@ -359,14 +355,12 @@ class Speculation:
         )
 
     def assert_idle(self) -> None:
-        """Asserts that no sequence is left."""
         assert not self._sequences, f"requests {sorted(self._sequences)} speculate still"
         assert not any(len(proposer) for proposer in self._proposers)
 
     def _propose(
         self, queries: Sequence[DraftQuery], num_rows: int, num_positions: int
     ) -> dict[str, tuple[Draft, list[float]]]:
-        """The most promising draft of each request that has one, with the chances of its positions."""
         drafts: dict[str, tuple[Draft, list[float]]] = {}
         promised: dict[str, float] = {}
         for proposer in self._proposers:

@@ -18,9 +18,7 @@ Payload = TypeVar("Payload")
 class Blocks(Protocol[Payload]):
     """One rank's KV cache, as transfers read and write it."""
 
-    def read(self, cut: Cut, stage: Callable[[int], Any]) -> Payload:
-        """A copy of the cut, in memory that `stage(num_bytes)` gives."""
-        ...
+    def read(self, cut: Cut, stage: Callable[[int], Any]) -> Payload: ...
 
     def write(self, cut: Cut, payload: Payload) -> None: ...
 
@@ -29,8 +27,7 @@ def _alone(values: Sequence[int]) -> Sequence[int]:
     return values
 
 
-def _nothing() -> None:
-    """For a cache whose reads are complete when they return."""
+def _nothing() -> None: ...
 
 
 class RankTransfer(Generic[Payload]):
@@ -96,7 +93,6 @@ class RankTransfer(Generic[Payload]):
             self._rejoin()
 
     def look(self, chunks: Sequence[Chunk]) -> Sequence[Presence]:
-        """The least that any rank has of each chunk."""
         receiver = self.receiving()
         return [Presence(value) for value in self._least([receiver.look(chunk) for chunk in chunks])]
 

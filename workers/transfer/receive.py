@@ -175,7 +175,6 @@ class Incoming:
     # -- what a role passes on -----------------------------------------------------------------------------------------
 
     def holds(self, ticket: Ticket) -> bool:
-        """True if the ticket's blocks are still reserved here."""
         return self.ledger.reservation(ticket.ticket_id, ticket.generation) is not None
 
     def adopted(self, request: Request, ticket: Ticket) -> bool:
@@ -344,7 +343,6 @@ class Incoming:
                 self._count(chunk.ticket_id)
 
     def _count(self, ticket_id: str) -> None:
-        """The chunks that arrived for a ticket, once no more will."""
         num_bytes, busy_s = self._landing.pop(ticket_id, (0, 0.0))
         self._num_bytes += num_bytes
         self._busy_s += busy_s

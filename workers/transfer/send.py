@@ -48,7 +48,6 @@ class Shared:
 
     @property
     def block_ids(self) -> list[int]:
-        """The references."""
         return [one for table, passed in zip(self.tables, self.num_passed, strict=True) for one in table[passed:]]
 
     @property
@@ -179,7 +178,6 @@ class Outgoing:
         return stop - session.first_block
 
     def _shared(self, ticket: Ticket, hashes: Sequence[BlockHash], coming: Onload | None) -> Shared:
-        """The blocks that are here of those that the ticket's tokens read."""
         size = self._pool.block_size
         pages = dict(zip(coming.pages, coming.block_ids, strict=True)) if coming is not None and not coming.done else {}
         names = {page_hash(hashes[index], group) for group, index in pages}

@@ -49,7 +49,6 @@ class TransferLeader:
 
     @property
     def address(self) -> LaneAddress:
-        """Where peers open lanes to this worker."""
         return self._transfer.receiving().address
 
     def open(self, ticket: Ticket) -> None:
@@ -81,7 +80,6 @@ class TransferLeader:
         self._everywhere.land(chunk, tuple(block_ids), self._sources.pop(chunk))
 
     def drop(self, chunk: Chunk) -> None:
-        """Discards an arrived chunk."""
         self._everywhere.drop(chunk, self._sources.pop(chunk))
 
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
@@ -90,7 +88,6 @@ class TransferLeader:
         self._everywhere.expect(source, source_layout)
 
     def cancel(self, ticket_id: str) -> None:
-        """Stops sending for a ticket."""
         self._everywhere.cancel(ticket_id)
 
     def record(self, timeline: Timeline) -> None:

@@ -161,7 +161,6 @@ def _activations(group: Fields, layout: str) -> ActivationScheme | None:
 
 
 def _block(weights: Fields) -> tuple[int, int]:
-    """[128, 128], or "128x128"."""
     given = weights.raw("block_structure")
     sizes = given.split("x") if isinstance(given, str) else given
     if isinstance(sizes, list) and len(sizes) == 2 and all(str(size).isdecimal() for size in sizes):

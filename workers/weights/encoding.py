@@ -146,7 +146,6 @@ class SideBySide:
 
     @property
     def packed_weight(self) -> PackedWeight | None:
-        """Ungated, where each part has one."""
         return self._packed
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:

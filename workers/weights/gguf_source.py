@@ -124,7 +124,6 @@ class GGUFSource:
         return torch.cat((keys_NIO.transpose(1, 2), values_NOI), dim=1).flatten(0, 1)
 
     def _dequantised(self, tensor: GGUFTensor) -> torch.Tensor:
-        """float32, of its own shape."""
         import torch
 
         from workers.weights.formats.gguf_blocks import weight_of_blocks
@@ -159,7 +158,6 @@ class GGUFSource:
 
 
 def _of_experts(tensor: GGUFTensor, experts: ExpertTensor) -> Iterator[tuple[str, _TranslatedTensor]]:
-    """One tensor for each expert and projection."""
     if experts.expert is not None:
         [projection] = experts.projections
         yield f"{experts.prefix}.{experts.expert}.{projection}.{experts.suffix}", _TranslatedTensor(tensor)

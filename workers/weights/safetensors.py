@@ -76,8 +76,6 @@ def is_bare(folder: Path) -> bool:
 
 
 def _of_decoder(tensors: dict[str, Any], tied: bool) -> dict[str, Any]:
-    """The tensors by their names in a model for text. If only the head of a `tied` pair is stored, it is the
-    embedding."""
     if has_text_part(frozenset(tensors)):
         tensors = {text_name(name): tensor for name, tensor in tensors.items() if not is_other_part(name)}
     if _BARE in tensors:
@@ -102,7 +100,6 @@ def open_tensors(file: Path, *, framework: str) -> Any:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """Raises BadCheckpoint where there are none."""
     files = FolderFiles(folder)
     if (folder / INDEX).exists():
         shards = Fields.of_file(files, INDEX).raw("weight_map")

@@ -107,7 +107,6 @@ def read_bitsandbytes(config: Fields) -> WeightFormat:
 
 
 def read_exl2(config: Fields) -> WeightFormat:
-    """`bits` is the average of all layers but the head."""
     return WeightFormat(label=f"exl2-{config.number_or('bits', 0.0):g}bpw", encodings="exl2:encodings")
 
 

@@ -207,7 +207,6 @@ class Lane:
         return wire
 
     def _work(self, work: Callable[[LaneWire], None], wire: LaneWire, reasons: list[Exception]) -> None:
-        """Whichever ends first ends the others."""
         try:
             while not (self.closing.is_set() or reasons):
                 work(wire)

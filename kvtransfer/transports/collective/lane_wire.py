@@ -195,7 +195,6 @@ class LaneWire:
         self._links.close()
 
     def _start_parts(self, operation: Any, piece: torch.Tensor, rank: int) -> list[Any]:
-        """All parts are under way before the first is waited for."""
         parts = torch.split(piece.view(torch.uint8), self._config.message_bytes)
         return [self._start(operation, part, rank, PAYLOAD_TAG) for part in parts]
 
@@ -206,7 +205,6 @@ class LaneWire:
             raise WireBroken(_first_line(error)) from error
 
     def flush(self) -> None:
-        """Returns when sent data is in the receivers' own memory."""
         self._bounded(self._links.flush)
 
     def _wait(self, works: Sequence[Any]) -> None:

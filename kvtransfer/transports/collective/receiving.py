@@ -72,7 +72,6 @@ class Inbox:
         self._coming: dict[Chunk, deque[IncomingPayload]] = {}
 
     def works(self) -> list[Callable[[LaneWire], None]]:
-        """One for each stream."""
         return [partial(self._work, stream) for stream in range(len(self._ranks))]
 
     def clear(self) -> None:

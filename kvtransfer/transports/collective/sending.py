@@ -77,7 +77,6 @@ class Outbox:
             self.queue = deque(kept)
 
     def clear(self) -> None:
-        """The lane is gone, with the chunks it had."""
         with self._changed:
             for queued in self.queue:
                 if queued.payload is not None:

@@ -134,7 +134,6 @@ def _send_side(meeting: Meeting, why_not: str) -> dict[int, ShmLink]:
 
 
 def _verdicts(meeting: Meeting, why_not: str) -> tuple[list[str], bool]:
-    """Why not, from every rank that has a reason, and whether anybody takes shared memory or nothing."""
     store, epoch = meeting.store, meeting.epoch
     verdict = _Verdict(preference=meeting.at.config.transport, why_not=why_not)
     store.set(f"{epoch}/verdict/{meeting.at.rank}", verdict.pack())

@@ -51,7 +51,6 @@ def shared(device: str, num_bytes: int) -> tuple[torch.Tensor, bytes, int]:
 
 
 def mapped(device: str, handle: bytes, num_bytes: int, fd: int) -> torch.Tensor:
-    """The memory of another process. Takes `fd` over."""
     address = ctypes.c_uint64()
     try:
         _call(device, "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _WITH_PEERS)
@@ -67,7 +66,6 @@ def mapped(device: str, handle: bytes, num_bytes: int, fd: int) -> torch.Tensor:
 
 
 def _tensor(device: str, address: int, num_bytes: int, release: Callable[[], None]) -> torch.Tensor:
-    """`release` is called once the tensor and all its views are gone, unless the process ends before."""
     memory = _Mapped(address, num_bytes)
     weakref.finalize(memory, release).atexit = False
     return _as_tensor(memory, device)
@@ -87,7 +85,6 @@ def _free_later(device: str, address: int, reading: int) -> None:
 
 
 def _call(device: str, name: str, *arguments: Any) -> None:
-    """Raises RuntimeError."""
     with torch.cuda.device(device):
         torch.cuda.mem_get_info()  # makes the device's context that of this thread
         status = getattr(_driver(), name)(*arguments)

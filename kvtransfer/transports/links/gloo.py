@@ -62,11 +62,9 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
 
 
 def _why_no_nccl(meeting: Meeting) -> str:
-    """All ranks read the verdicts of all ranks, and so decide alike."""
     store, epoch = meeting.store, meeting.epoch
     store.set(f"{epoch}/card/{meeting.at.rank}", nccl_card(meeting.at.device))
     return why_no_nccl([store.get(f"{epoch}/card/{rank}").decode() for rank in range(meeting.at.size)])
 
 
-def _by_itself() -> None:
-    """A process group closes its connections when the last reference to it goes."""
+def _by_itself() -> None: ...

@@ -100,7 +100,6 @@ class NcclGroup:
         self._severed.set()
 
     def close(self) -> None:
-        """Its kernels write into nothing from here on."""
         self.abort()
         self._group.abort()
 

@@ -136,7 +136,6 @@ class ShmLink:
             self.write(_FILLED.pack(_MARK, piece_B.numel()), timeout_s)
 
     def flush(self, timeout_s: float) -> None:
-        """Returns when every slot that was filled has been emptied."""
         while self._slots_free < self._ring.num_slots:
             self._slots_free += len(self.read(timeout_s))
 
@@ -166,7 +165,6 @@ class ShmLink:
         self.write(_PROVED, timeout_s)
 
     def shut(self) -> None:
-        """Ends every wait, here and at the other end."""
         with suppress(OSError):  # the peer was faster
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -285,7 +283,6 @@ class ShmListener:
         self._listener.close()
 
     def _accept(self, timeout_s: float) -> tuple[int, ShmLink]:
-        """A stranger is a broken link, and no rank."""
         self._listener.settimeout(timeout_s)
         try:
             connection, _ = self._listener.accept()

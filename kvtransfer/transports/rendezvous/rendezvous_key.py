@@ -23,7 +23,6 @@ class WrongKey(PermissionError):
 
 
 def new_key() -> bytes:
-    """Hexadecimal, as it is sent in a LaneAddress."""
     return secrets.token_hex(32).encode()
 
 
@@ -32,7 +31,6 @@ def new_nonce() -> bytes:
 
 
 def claim(key: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """The client's answer to the server's nonce."""
     return client_nonce + _mac(key, b"client", server_nonce, client_nonce)
 
 

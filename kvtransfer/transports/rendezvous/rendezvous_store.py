@@ -178,7 +178,6 @@ class RendezvousServer:
         self._resume()
 
     def _hear(self, client: socket.socket) -> None:
-        """Drops a client that closes its connection or breaks the protocol."""
         known = self._clients[client]
         try:
             received = client.recv(65536)
@@ -229,7 +228,6 @@ class RendezvousServer:
         return values.get(key)
 
     def _values_of(self, key: bytes) -> dict[bytes, bytes]:
-        """The values of the key's lane."""
         lane = key.partition(b"/")[0]
         values = self._lanes.setdefault(lane, {})
         self._lanes.move_to_end(lane)
@@ -295,7 +293,6 @@ class RendezvousStore(Store):
         self._ask(_What.SET, key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Waits for it."""
         self.wait([key])
         return self._ask(_What.GET, key) or b""
 
@@ -327,7 +324,6 @@ class RendezvousStore(Store):
         self._ask(_What.WILL, key, value.encode())
 
     def delete(self, key: str) -> None:
-        """Every key that begins like this."""
         self._ask(_What.DELETE, key)
 
     def close(self) -> None:

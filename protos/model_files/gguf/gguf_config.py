@@ -118,7 +118,6 @@ def _refuse_other_files(metadata: Fields, name: str) -> None:
 
 
 def _of_architecture(gguf: GGUFFile, name: str) -> Fields:
-    """Keys below `name`. A value for each layer counts as one where all layers have the same."""
     prefix = f"{name}."
     found: dict[str, Any] = {}
     for key in gguf.metadata:
@@ -152,7 +151,6 @@ def _check_heads(own: Fields, architecture: Architecture, head_dim: int, turned:
 
 
 def _rope(gguf: GGUFFile, own: Fields, turned: int) -> dict[str, Any]:
-    """Rope of heads whose first `turned` dimensions turn."""
     kind = own.text_or("rope.scaling.type", "none")
     factor = own.number_or("rope.scaling.factor", own.number_or("rope.scale_linear", 1.0))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": own.number_or("rope.freq_base", 10_000.0)}
@@ -188,7 +186,6 @@ def _numbers(gguf: GGUFFile, name: str, count: int) -> list[float]:
 
 
 def _main_type(gguf: GGUFFile) -> str:
-    """The type of most weights."""
     sizes: Counter[str] = Counter()
     for tensor in gguf.tensors.values():
         sizes[tensor.format.name] += math.prod(tensor.shape)

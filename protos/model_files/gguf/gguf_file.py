@@ -78,7 +78,6 @@ class GGUFFile:
 
 
 def first_shard(path: Path) -> Path:
-    """The file that has a model's metadata, by name."""
     found = _SHARD.match(path.name)
     return path if found is None else path.with_name(f"{found[1]}-00001-of-{found[3]}.gguf")
 
@@ -157,7 +156,6 @@ def _counted(cursor: Cursor, what: str) -> int:
 
 
 def _read_tensor(cursor: Cursor, index: int) -> GGUFTensor:
-    """Reads a tensor's description. Its start is relative to the start of the data."""
     name = cursor.name(f"the name of tensor {index}")
     what = f"the description of tensor {name!r}"
     num_dims = cursor.unpack("I", what)

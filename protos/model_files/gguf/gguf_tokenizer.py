@@ -83,20 +83,17 @@ class GGUFVocabulary:
         return found if found is not None and found < len(self.texts) else None
 
     def end_ids(self) -> list[int]:
-        """Ids of tokens that end an answer."""
         named = [self.id_of(role) for role in ("eos", "eot", "eom")]
         marked = (i for i, text in enumerate(self.texts) if text in _ENDS and self.types[i] == CONTROL)
         return list(dict.fromkeys([one for one in named if one is not None] + list(marked)))
 
     def around(self) -> tuple[int | None, int | None]:
-        """The tokens that begin and end a text."""
         bos = self.fields.flag("add_bos_token", default=self.is_sentencepiece or self.split.adds_bos)
         eos = self.fields.flag("add_eos_token")
         return self.id_of("bos") if bos else None, self.id_of("eos") if eos else None
 
 
 def tokenizer_of(gguf: GGUFFile, vocabulary: GGUFVocabulary) -> str:
-    """tokenizer.json."""
     original = gguf.metadata.get("tokenizer.huggingface.json")
     if isinstance(original, str):
         return original
@@ -105,7 +102,6 @@ def tokenizer_of(gguf: GGUFFile, vocabulary: GGUFVocabulary) -> str:
 
 
 def tokenizer_config_of(gguf: GGUFFile, vocabulary: GGUFVocabulary) -> dict[str, Any]:
-    """Named tokens, and the chat templates."""
     ids = {name: vocabulary.id_of(role) for name, role in _ROLES.items()}
     config: dict[str, Any] = {name: vocabulary.texts[i] for name, i in ids.items() if i is not None}
     metadata = Fields(gguf.metadata, str(gguf.path))

@@ -34,7 +34,6 @@ class Cursor:
         self.at = 0
 
     def skip(self, num_bytes: int, what: str) -> int:
-        """Where the skipped bytes begin."""
         start = self.at
         if num_bytes > len(self.data) - start:
             raise BadCheckpoint(
@@ -144,7 +143,6 @@ def _placed(cursor: Cursor, kind: int, key: str) -> tuple[int, int, int, int]:
 
 
 def _array_start(cursor: Cursor, inner: int, count: int, key: str) -> int:
-    """Passes the array."""
     what = f"the array {key!r}"
     if inner in _SCALARS:
         return cursor.skip(count * struct.calcsize(f"<{_SCALARS[inner][1]}"), what)

@@ -113,7 +113,6 @@ def tiktoken_tokenizer(content: str, config: Mapping[str, Any], where: str) -> s
 
 
 def _by_rank(words: list[bytes], where: str) -> tuple[list[str], list[tuple[str, str]]]:
-    """Their texts, and the pairs that make a word, in the order of the word's rank."""
     if len(set(words)) < len(words) or not {bytes([one]) for one in range(256)} <= set(words):
         raise BadCheckpoint(f"{where} must have each byte as a token, and no token twice: download it again")
     letters = _letters()

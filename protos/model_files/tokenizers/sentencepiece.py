@@ -55,7 +55,6 @@ def sentencepiece_tokenizer(content: bytes, config: Mapping[str, Any], added: Ma
 
 
 def _normalizers(normalizer: SentencePieceModel.Normalizer) -> list[dict[str, Any]]:
-    """The steps that SentencePiece takes before a text's spaces are escaped."""
     steps: list[dict[str, Any]] = []
     if charsmap := normalizer.precompiled_charsmap:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()})
@@ -66,7 +65,6 @@ def _normalizers(normalizer: SentencePieceModel.Normalizer) -> list[dict[str, An
 
 
 def _named(tokens: TokenTable, config: Mapping[str, Any], role: str, number: int) -> int | None:
-    """The token that tokenizer_config.json names, else the model's."""
     by_text = tokens.find(config.get(f"{role}_token"))
     if by_text is not None:
         return by_text

@@ -43,7 +43,6 @@ class _Tokenizer(msgspec.Struct):
 
 
 def named_tokens(read: Read) -> dict[str, str]:
-    """The special tokens by role (bos_token, eos_token, ...)."""
     fields = {key: value for name in _FILES for key, value in (read(name) or {}).items()}
     texts = {key: text_of(value) for key, value in fields.items() if key.endswith("_token")}
     return {key: text for key, text in texts.items() if text is not None}

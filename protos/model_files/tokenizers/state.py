@@ -228,7 +228,6 @@ def _merges_by_score(tokens: TokenTable, scores: Sequence[float]) -> Iterator[tu
 
 
 def _template(tokens: TokenTable, first: int | None, last: int | None) -> dict[str, Any] | None:
-    """The tokens that are put around a text."""
     if first is None and last is None:
         return None
     text = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}

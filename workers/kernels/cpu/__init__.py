@@ -194,7 +194,6 @@ def rope_kv_write(
 
 
 def _stride(width: int, dtype: torch.dtype) -> int:
-    """The stride of rows that a product reads. Baton's product on tiles reads them a column at a time."""
     return apart(width, dtype) if dtype == torch.bfloat16 and native_tiles() is not None else width
 
 
@@ -206,6 +205,5 @@ def empty_heads(x_TND: torch.Tensor, stride: int) -> torch.Tensor:
 
 
 def has_whole_rows(x_THD: torch.Tensor) -> bool:
-    """Whether each token's part of it is contiguous."""
     _, of_head, of_number = x_THD.stride()
     return of_number == 1 and of_head == x_THD.shape[2]

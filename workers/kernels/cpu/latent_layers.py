@@ -57,7 +57,6 @@ class PackedLatents:
 
     @property
     def addresses(self) -> list[int]:
-        """Addresses of the layers' structures."""
         return [ctypes.addressof(one) for one in self._structures]
 
 

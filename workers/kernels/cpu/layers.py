@@ -238,8 +238,6 @@ class CompiledLayers:
         return CompiledStep(self._kernels, self._layers, step, self._sums, kept)
 
     def _buffers(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """Buffers that a step's layers share. Input rows have the product's stride and are zero-padded to its read
-        width."""
         first, heads = self._first, self._num_heads * self._head_dim
 
         def plain(width: int) -> torch.Tensor:

@@ -48,9 +48,7 @@ class PackedWeight(Protocol):
     """
 
     @property
-    def num_outputs(self) -> int:
-        """Before a gate."""
-        ...
+    def num_outputs(self) -> int: ...
 
     @property
     def depth(self) -> int:
@@ -115,7 +113,6 @@ class PanelProduct:
     _multiply: Callable[..., None]
 
     def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]:
-        """One. Keeps only the last bias that it was given."""
         raise NotImplementedError
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:

@@ -275,7 +275,6 @@ def _order(num_outputs: int, gated: bool) -> torch.Tensor:
 
 
 def _sums(weight: QuantisedWeight, dtype: torch.dtype) -> _Sums | None:
-    """None where compiled code has none."""
     exact = dtype == torch.float32 if weight.activations is None else weight.activations.levels == "fp8"
     if weight.table is None:
         return _Sums.OF_FLOATS if exact else _Sums.OF_INTEGERS
@@ -287,7 +286,6 @@ def _sums(weight: QuantisedWeight, dtype: torch.dtype) -> _Sums | None:
 
 
 def _rounding(weight: QuantisedWeight, dtype: torch.dtype) -> _Rounding | None:
-    """None where compiled code has none."""
     rounding = weight.activations
     if rounding is None:
         kind = _sums(weight, dtype)

@@ -37,7 +37,6 @@ class PackedTerms:
         return sum(weight.num_bytes for weight in self._weights)
 
     def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]:
-        """One. Keeps only the last bias that it was given."""
         if bias_O is not None and bias_O is not self._bias_O:
             self._bias_O, self._packed_bias = bias_O, bias_O.float().contiguous()
         part = ProductPart(
@@ -50,7 +49,6 @@ class PackedTerms:
         return [part]
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, O]."""
         assert x_TI.dtype == self._dtype
         assert x_TI.shape[1] == self.depth
         if x_TI.stride(1) != 1:

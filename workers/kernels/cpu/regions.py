@@ -115,7 +115,6 @@ _KEPT = Regions()
 
 
 def _region(num_bytes: int) -> mmap.mmap:
-    """A region with room for `num_bytes` from the start of its first huge page."""
     size = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
     region = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if _ADVICE is not None:

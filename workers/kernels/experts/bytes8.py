@@ -25,7 +25,6 @@ def _byte_experts(
     INTEGERS: tl.constexpr, DECODED: tl.constexpr, ONCE: tl.constexpr, BIAS: tl.constexpr,
     X: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one expert, and of outputs. A pair reads row pair // slots of x."""
     tile = tl.program_id(0)
     expert = tl.load(experts_ptr + tile)
     if expert >= num_experts:

@@ -28,7 +28,6 @@ from workers.kernels.quantised.grouped_codes import (
 
 @triton.jit
 def _tensor(table_ptr, expert, num_experts, like_ptr, ROW: tl.constexpr):
-    """An expert's tensor, of the type of the first one's."""
     return tl.multiple_of(tl.load(table_ptr + ROW * num_experts + expert).to(like_ptr.dtype), 16)
 
 
@@ -44,7 +43,6 @@ def _code_experts(
     SUMS: tl.constexpr, SUMMED: tl.constexpr, PER_UNIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one expert, and of outputs. A pair reads row pair // slots of x."""
     tile = tl.program_id(0)
     expert = tl.load(experts_ptr + tile)
     if expert >= num_experts:
@@ -118,12 +116,10 @@ class CodeExperts:
 
 
 def _all_tensors(weight: GroupedCodes) -> tuple[torch.Tensor, ...]:
-    """In the order of the kernel's arguments."""
     return (*tensors_of(weight), weight.low if weight.inputs_P is None else weight.inputs_P)
 
 
 def _form(weight: GroupedCodes) -> list[object]:
-    """Arguments that are compiled in, or given once for all experts."""
     found: list[object] = []
     for field in fields(weight):
         value = getattr(weight, field.name)

@@ -34,7 +34,6 @@ def _expert_product(
     num_pairs, slots, num_experts, num_inputs, num_outputs, x_stride,
     BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one expert, and of outputs. A pair reads row pair // slots of x."""
     tile = tl.program_id(0)
     expert = tl.load(experts_ptr + tile)
     if expert >= num_experts:

@@ -43,7 +43,6 @@ class ExpertMatrices(Protocol):
 
 @triton.jit
 def _sum_of_slots(made_ptr, chosen_ptr, weights_ptr, present_ptr, out_ptr, slots, size, BLOCK: tl.constexpr):
-    """A token's slots in their order, those of other ranks left out."""
     token = tl.program_id(0).to(tl.int64)
     columns_E = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside_E = columns_E < size

@@ -145,13 +145,11 @@ def levels(stored_CD, KIND: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def key_factor(scales_ptr, head, KIND: tl.constexpr):
-    """That all scores of a head are multiplied by."""
     return tl.load(scales_ptr + head) if KIND == FP8 else 1.0
 
 
 @triton.jit
 def value_factor(scales_ptr, head, KIND: tl.constexpr):
-    """That a head's result is multiplied by."""
     if KIND == FP8:
         return tl.load(scales_ptr + head)
     return 1.0 / _ROOM if KIND == INT8 else 1.0

@@ -62,7 +62,6 @@ class GroupedCodes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a product of few rows reads."""
         numbers = [self.scale, *([self.minimum] if self.minimum else [])]
         tensors = [self.low, self.high, *(t for one in numbers for t in (one.values_VO, one.factors_GO))]
         tensors += [self.zero] if isinstance(self.zero, torch.Tensor) else []
@@ -161,7 +160,6 @@ def _add_unit(
     PER_MINIMUM_FACTOR: tl.constexpr, OFFSET: tl.constexpr, SCALE_FACTORS: tl.constexpr, ZEROS: tl.constexpr,
     MINIMUMS: tl.constexpr, MINIMUM_FACTORS: tl.constexpr, SUMS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """The sum over one unit times its scale, less what its levels have too much and its minimum."""
     scale_N = _numbers(scales_ptr, scale_factors_ptr, step, outputs_N, padded_outputs, UNIT, UNITS, PER_SCALE,
                        PER_SCALE_FACTOR, SCALE_FACTORS)  # fmt: skip
     acc_NM += part_NM * scale_N[:, None]
@@ -242,7 +240,6 @@ def _grouped(
     SUMMED: tl.constexpr, SPLIT: tl.constexpr, PER_UNIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
     N: tl.constexpr, M: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs and rows, over a share of the steps."""
     block, split = tl.program_id(0), tl.program_id(1)
     outputs_N = block * N + tl.arange(0, N)
     rows_M = tl.program_id(2) * M + tl.arange(0, M)

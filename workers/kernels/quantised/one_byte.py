@@ -90,7 +90,6 @@ def _bytes(
     INTEGERS: tl.constexpr, DECODED: tl.constexpr, ONCE: tl.constexpr, ZERO: tl.constexpr, BIAS: tl.constexpr,
     SPLIT: tl.constexpr, X: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs and rows, over a share of the steps."""
     block, split = tl.program_id(0), tl.program_id(1)
     outputs_N = block * N + tl.arange(0, N)
     rows_M = tl.program_id(2) * M + tl.arange(0, M)

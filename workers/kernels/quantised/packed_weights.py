@@ -104,7 +104,6 @@ def _units(weight: QuantisedWeight) -> _Units | None:
 
 
 def _stretched(weight: QuantisedWeight, fields: int) -> _Units | None:
-    """Each group begins with a unit. Units as large as leave few gaps."""
     device = weight.codes_OW.device
     counts_G = torch.bincount(weight.group_of_column(), minlength=weight.scale.num_groups)
     for field, per_unit in ((32, FIELDS), (32, 2), (32, 1), (16, 1)):
@@ -137,7 +136,6 @@ def _inputs(weight: QuantisedWeight, units: _Units) -> torch.Tensor | None:
 def _words(
     weight: QuantisedWeight, units: _Units, low_bits: int, high_bits: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Unpacks one block of outputs at a time."""
     blocks = -(-weight.num_outputs // PADDED_OUTPUTS) * PADDED_OUTPUTS // BLOCK_N
     steps = len(units.columns_P) // (FIELDS * units.field)
     planes = (FIELDS,) if low_bits == 8 else ()

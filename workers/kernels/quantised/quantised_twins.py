@@ -80,7 +80,6 @@ def byte_product(
 
 
 def _codes(weight: GroupedCodes) -> torch.Tensor:
-    """uint8 [O padded, P]."""
     if weight.low_bits == 8:
         codes = (weight.low.view(torch.uint8) ^ 128).permute(0, 3, 1, 2, 4)
         return codes.reshape(weight.padded_outputs, weight.num_positions)
@@ -96,7 +95,6 @@ def _codes(weight: GroupedCodes) -> torch.Tensor:
 
 
 def _of_units(numbers: GroupNumbers, units: int) -> torch.Tensor:
-    """[O padded, U], float32."""
     places_U = torch.arange(units, device=numbers.values_VO.device)
     value_UO = numbers.values_VO.float()[places_U // numbers.units_per_value]
     if numbers.factors_GO is not None:

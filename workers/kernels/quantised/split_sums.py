@@ -49,7 +49,6 @@ def arrivals(device: torch.device) -> torch.Tensor:
 
 
 def _stream_of(device: torch.device) -> int:
-    """`_GRAPHS` while a graph is recorded."""
     if device.type != "cuda":
         return 0
     return _GRAPHS if _cuda.is_current_stream_capturing() else int(_cuda.current_stream(device).cuda_stream)

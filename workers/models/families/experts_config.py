@@ -197,7 +197,6 @@ def _in_every_layer(config: Fields, num_layers: int, routing: ExpertRouting, nam
 def _with_shared(
     config: Fields, num_layers: int, routing: ExpertRouting, *, first_sparse: int, num_shared: int
 ) -> ExpertsConfig:
-    """Layers are sparse from one on, with shared experts as wide together as so many."""
     _require(config, "moe_layer_freq", config.integer_or("moe_layer_freq", 1), (1,))
     first = config.integer_or("first_k_dense_replace", first_sparse, minimum=0)
     width, count = _width(config, "moe_intermediate_size"), config.integer_or("n_shared_experts", num_shared, minimum=0)

@@ -32,21 +32,17 @@ class LatentConfig:
 
     @property
     def width(self) -> int:
-        """Numbers that the cache keeps of a token and layer."""
         return self.rank + self.rope_dim
 
     @property
     def query_dim(self) -> int:
-        """Query dimensions of a head."""
         return self.nope_dim + self.rope_dim
 
     @property
     def scale(self) -> float:
-        """The factor of queries times keys."""
         return float(self.query_dim**-0.5 * self.magnitude**2)
 
     def layer_weights(self, hidden_size: int, num_heads: int) -> int:
-        """Weights of a layer's attention matrices."""
         queries = num_heads * self.query_dim
         down = hidden_size * self.width + num_heads * (self.nope_dim + self.value_dim) * self.rank
         compressed = self.query_rank * (hidden_size + queries) if self.query_rank else hidden_size * queries

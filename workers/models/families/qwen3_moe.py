@@ -7,7 +7,6 @@ from workers.models.families.layer_windows import Windows
 
 
 def windows(config: Fields, num_layers: int) -> Windows:
-    """Gives every layer a window if `use_sliding_window` is true."""
     window = config.integer_or("sliding_window", 4096) if config.flag("use_sliding_window") else None
     return (window,) * num_layers
 

@@ -67,7 +67,6 @@ def family_of(config: Fields) -> Family:
 
 
 def _family(config: Fields) -> Family | None:
-    """The family of a decoder, also by the class of one without a head, as embedding models are published."""
     named = config.texts("architectures")
     for family in FAMILIES:
         stem = family.architecture.removesuffix("ForCausalLM")

@@ -62,7 +62,6 @@ class Embedding:
         return self._table(rows_T)
 
     def product(self) -> Matrix:
-        """The product with its weight, whose slots are the embedding's."""
         if self.weight_VE is not None:
             return FloatMatrix(self.weight_VE)
         assert self._table is not None
@@ -119,7 +118,6 @@ class Head:
             self._tied.read_from(packed)
 
     def slots(self) -> Iterator[Slot]:
-        """Tied, it has none of its own."""
         return self._weight.slots() if self._tied is None else iter(())
 
 
@@ -135,7 +133,6 @@ def _share_of_rows(context: LayerContext, name: str, vocab_size: int, hidden_siz
 
 
 def _rows_of_rank(context: LayerContext, vocab_size: int) -> tuple[range, int]:
-    """The token ids of this rank, and how many every rank has with its padding."""
     share = -(-vocab_size // context.parallel.size)
     start = min(context.parallel.rank * share, vocab_size)
     return range(start, min(start + share, vocab_size)), share

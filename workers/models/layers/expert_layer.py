@@ -78,7 +78,6 @@ class MixtureOfExperts:
         return self._parallel.all_reduce(sum_TE.to(x_TE.dtype))
 
     def _sum(self, x_TE: torch.Tensor, chosen_TS: torch.Tensor, weights_TS: torch.Tensor) -> torch.Tensor:
-        """[T, E], float32."""
         if self._grouped is None:
             self._grouped = self._group()
         if self._grouped is not None:
@@ -90,7 +89,6 @@ class MixtureOfExperts:
         return sum_TE
 
     def _group(self) -> ExpertsSum | None:
-        """The device's product of all experts, if it has one for their weights."""
         found = {index: weights for index, one in self._experts.items() if (weights := one.device_weights())}
         if not found or len(found) < len(self._experts):
             return None
@@ -283,7 +281,6 @@ class ExpertShare:
         return self._gate_up.bias_O, down_E
 
     def products(self) -> ExpertProducts | None:
-        """Once packed, if compiled code can multiply with both."""
         gate_up, down = self._gate_up.packed_product(), self._down.packed_weight
         if gate_up is None or down is None:
             return None

@@ -46,7 +46,6 @@ class RMSNorm:
         return self._kernels.rms_norm(x, self.weight, self._eps)
 
     def add(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normed sum, sum)."""
         return self._kernels.add_rms_norm(x_TE, residual_TE, self.weight, self._eps)
 
     def slots(self) -> Iterator[Slot]:
@@ -67,7 +66,6 @@ class LayerNorm:
         return self._kernels.layer_norm(x, self.weight, self.bias, self._eps)
 
     def add(self, x_TE: torch.Tensor, residual_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(normed sum, sum)."""
         stream_TE = x_TE + residual_TE
         return self(stream_TE), stream_TE
 
@@ -112,8 +110,6 @@ class AllHeadsNorm:
 
 
 def weight_slot(name: str, weight: torch.Tensor, *, offset: float = 0.0, order: tuple[int, ...] = ()) -> Slot:
-    """The slot of a norm's whole weight."""
-
     def add_offset(stored: torch.Tensor) -> None:
         weight.copy_(stored.float() + offset)
 

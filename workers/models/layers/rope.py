@@ -122,8 +122,6 @@ def inverse_frequencies(rope: Rope, head_dim: int, regime: int) -> torch.Tensor:
 
 
 def _yarn(rope: YarnRope, head_dim: int, exponents_P: torch.Tensor) -> torch.Tensor:
-    """Fast pairs keep their frequency, slow ones are interpolated, with a linear ramp in between."""
-
     def pair_that_turns(times: float) -> float:
         wavelength = rope.original_max_position / (times * 2 * math.pi)
         return (head_dim * math.log(wavelength)) / (2 * math.log(rope.theta))
@@ -141,7 +139,6 @@ def _yarn(rope: YarnRope, head_dim: int, exponents_P: torch.Tensor) -> torch.Ten
 
 
 def _llama3(rope: Llama3Rope, plain_P: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, those in between blended."""
     wavelengths_P = 2 * math.pi / plain_P
     longest_kept = rope.original_max_position / rope.high_freq_factor
     shortest_scaled = rope.original_max_position / rope.low_freq_factor

@@ -45,7 +45,6 @@ def _scores(logits_TX: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
 
 
 def _in_chosen_groups(choice_TX: torch.Tensor, routing: ExpertRouting) -> torch.Tensor:
-    """[T, X] bool."""
     grouped_TGM = choice_TX.view(len(choice_TX), routing.num_groups, routing.num_experts // routing.num_groups)
     if routing.group_score == "max":
         scores_TG = grouped_TGM.amax(2)

@@ -104,7 +104,6 @@ def _version() -> str:
 
 
 def _tied(model: Any) -> set[str]:
-    """Modules whose weight is another one's."""
     names = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
     return {name.rpartition(".")[0] for name in names}
 
@@ -121,7 +120,6 @@ def _max_position(config: Any, fields: Fields) -> int:
 
 
 def _has_bias(module: torch.nn.Module) -> bool:
-    """Whether a linear layer of an attention module has a bias."""
     names = [name for name, one in module.named_parameters() if one.dim() == 1]
     return any(name.endswith(".bias") and module.get_parameter(f"{name[:-4]}weight").dim() == 2 for name in names)
 

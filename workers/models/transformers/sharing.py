@@ -44,7 +44,6 @@ class ParameterCut:
     halves: int
 
     def size(self, whole: torch.Tensor) -> int:
-        """This rank's part of a size."""
         return whole.shape[self.dim] // self.halves
 
     def of(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
@@ -104,7 +103,6 @@ def parameter_cuts(model: Any) -> dict[str, ParameterCut]:
 
 
 def _cut_of(style: str, parameter: torch.Tensor) -> ParameterCut:
-    """Raises CannotShare."""
     if style in PACKED_COLUMNS:
         return ParameterCut(dim=max(parameter.dim() - 2, 0), halves=2)
     if style in ROWS + ROWS_OF_WHOLE:

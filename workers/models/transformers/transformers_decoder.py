@@ -85,11 +85,9 @@ class PagedStep:
         return out_TND.unsqueeze(0)
 
     def _share(self, heads: torch.Tensor, *, dim: int) -> torch.Tensor:
-        """This rank's of all heads."""
         return heads.chunk(self._parallel.size, dim=dim)[self._parallel.rank]
 
     def _widened(self, heads_TKD: torch.Tensor) -> torch.Tensor:
-        """Repeats and widens the heads to the cache's."""
         times = self._num_kv_heads // heads_TKD.shape[1]
         return self._padded(heads_TKD.repeat_interleave(times, dim=1) if times > 1 else heads_TKD)
 
@@ -129,7 +127,6 @@ class TransformersDecoder:
 
     @contextmanager
     def _keeping(self, inputs: ModelInputs) -> Iterator[None]:
-        """Keeps the hidden states of the `pooled_rows`, if there are any."""
         if inputs.pooled_rows is None:
             yield
             return

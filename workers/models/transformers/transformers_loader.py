@@ -121,7 +121,6 @@ def _make_buffers(model: Any, device: str, name: str) -> None:
 
 
 def _checked(folder: Path, traced: TracedModel, context: LayerContext, source: ConvertedSource) -> list[LoadPart]:
-    """Gives the model's parameters memory, those of linear layers by Baton's matrices, and lists what fills them."""
     model, parallel = traced.model, context.parallel
     shapes = {name: tuple(one.shape) for name, one in model.state_dict().items()}
     cuts: dict[str, ParameterCut] = {}
@@ -182,7 +181,6 @@ def _check_slots(
     shapes: dict[str, tuple[int, ...]],
     tied: set[str],
 ) -> None:
-    """Raises BadCheckpoint or UnsupportedModel."""
     names = set(source.names())
     note = " This layer cannot be read in a quantised form." if traced.weight_format else ""
     check_slots(folder, slots, source, note=note)

@@ -87,11 +87,9 @@ class ConvertedSource:
         self._renamed[new] = self._renamed.pop(old)
 
     def unnamed(self) -> list[str]:
-        """Tensors of the checkpoint that make no parameter."""
         return sorted(set(self.unused) - set(self._renamed.values()))
 
     def _described(self, one: Conversion) -> list[tuple[str, StoredTensor]]:
-        """Names and shapes that a conversion makes, from tensors without memory."""
         stored = [self._source.describe(name) for name in one.names]
         shapes = dict(zip(one.names, stored, strict=True))
         made = self._convert(one, lambda name: torch.empty(shapes[name].shape, device="meta"))
@@ -111,7 +109,6 @@ class ConvertedSource:
             ) from error
 
     def _quantised(self) -> dict[str, str]:
-        """Tensors of quantised layers, such as qweight, under the names of the modules whose weight they are."""
         layers = {name.rpartition(".")[0] for name in self.unused}
         found, _ = _conversions_of(self._model, [f"{layer}.weight" for layer in layers])
         modules = {

@@ -30,9 +30,7 @@ class DraftHead(Protocol):
         ...
 
     @property
-    def max_len(self) -> int:
-        """Positions that it can take."""
-        ...
+    def max_len(self) -> int: ...
 
     @property
     def target_ids_V(self) -> torch.Tensor | None:

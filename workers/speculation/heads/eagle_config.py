@@ -28,7 +28,6 @@ class EagleConfig:
 
     @property
     def num_features(self) -> int:
-        """Inputs of `fc`."""
         if self.is_eagle3:
             return self.target.hidden_size * len(self.hidden_layers)
         return self.model.hidden_size + self.target.hidden_size

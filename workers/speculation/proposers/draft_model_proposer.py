@@ -139,7 +139,6 @@ class DraftModelProposer(ModelProposer[tuple[SpeculatedSequence, SamplingParams]
         )
 
     def _run(self, rows: Sequence[tuple[_Drafting, Row]]) -> None:
-        """One step of the draft model. A row that samples brings its sequence's next draft."""
         if not rows:
             return
         batch = Batch(rows=tuple([row for _, row in rows]))

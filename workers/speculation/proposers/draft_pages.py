@@ -45,7 +45,6 @@ class DraftPages:
         return sequence.tables[self._group]
 
     def num_written(self, sequence: SpeculatedSequence) -> int:
-        """How many leading positions of the sequence's tokens are written."""
         written = self._current(sequence)
         while written.draft_ids and written.num < num_tokens(sequence):
             if token_at(sequence, written.num) != written.draft_ids[0]:
@@ -102,13 +101,11 @@ def num_tokens(sequence: SpeculatedSequence) -> int:
 
 
 def token_at(sequence: SpeculatedSequence, position: int) -> int:
-    """The known token there."""
     after = position - len(sequence.prompt_ids)
     return sequence.prompt_ids[position] if after < 0 else sequence.output_ids[after]
 
 
 def tokens_between(sequence: SpeculatedSequence, start: int, stop: int) -> tuple[int, ...]:
-    """Known tokens of positions [start, stop)."""
     num_prompt = len(sequence.prompt_ids)
     if stop <= num_prompt:
         return sequence.prompt_ids[start:stop]

@@ -62,7 +62,6 @@ class MedusaProposer(ModelProposer[_Placed]):
                 self._step.add(row.request_id)
 
     def skipped(self, rows: Sequence[ComputedRow]) -> None:
-        """Hidden states of earlier steps are gone."""
         self._step = set()
 
     def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:

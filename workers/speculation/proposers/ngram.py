@@ -41,7 +41,6 @@ class MatchIndex:
     before it."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        """Takes 5 ms for 32,768 tokens."""
         self._tokens = list(token_ids)
         keys_T = _keys(np.array(token_ids, dtype=np.int64))
         order_T = np.argsort(keys_T, kind="stable")
@@ -57,7 +56,6 @@ class MatchIndex:
         return len(self._tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens at the end."""
         latest, first = self._latest, len(self._tokens)
         self._tokens += token_ids
         for place in range(first + 1, len(self._tokens) + 1):
@@ -118,7 +116,6 @@ class MatchIndex:
         return 0, 0
 
     def _in_answer(self, stop: int) -> Iterator[int]:
-        """Places after the last tokens in the answer, the latest first."""
         place = self._latest.get(self._key(stop))
         if place == stop:  # the last tokens themselves, once they are indexed
             place = self._before.get(place)
@@ -176,7 +173,6 @@ class NgramProposer(BaseProposer[SpeculatedSequence]):
 
 
 def _keys(tokens_T: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Keys of the three tokens from each place on."""
     if len(tokens_T) < KEY:
         return np.zeros(0, dtype=np.int64)
     keys_T: NDArray[np.int64] = (tokens_T[:-2] << _BITS | tokens_T[1:-1]) << _BITS | tokens_T[2:]

@@ -56,7 +56,6 @@ class PredictionProposer(BaseProposer[_Place]):
 
 
 def _follow(place: _Place, predicted: tuple[int, ...], token_id: int) -> None:
-    """Moves the place by one token of the answer."""
     if place.at is not None and place.at < len(predicted) and predicted[place.at] == token_id:
         place.at += 1
         place.near = place.at
@@ -72,7 +71,6 @@ def _follow(place: _Place, predicted: tuple[int, ...], token_id: int) -> None:
 
 
 def _places(predicted: tuple[int, ...]) -> dict[tuple[int, ...], list[int]]:
-    """After each `MATCH` tokens in a row, the places that follow them."""
     places: dict[tuple[int, ...], list[int]] = {}
     for stop in range(MATCH, len(predicted)):
         places.setdefault(predicted[stop - MATCH : stop], []).append(stop)

@@ -75,7 +75,6 @@ class PastAnswers:
             self.latest[self.key] = place
 
     def drop(self, num_tokens: int) -> None:
-        """The first tokens."""
         for place, token_id in enumerate(self.tokens[:num_tokens], self.first + 1):
             if token_id == _END:
                 self.num_dropped = 0
@@ -142,7 +141,6 @@ class SuffixProposer(BaseProposer[SpeculatedSequence]):
             self._learn(sequence.cache_salt, tuple(sequence.output_ids))
 
     def _learn(self, salt: bytes, token_ids: tuple[int, ...]) -> None:
-        """From the last tokens that fit."""
         kept = token_ids[-(self._max_tokens - 1) :] if self._max_tokens > 1 else ()
         if len(kept) < MIN_MATCH:
             return
@@ -152,7 +150,6 @@ class SuffixProposer(BaseProposer[SpeculatedSequence]):
             self.num_waiting -= len(self._ended.popleft().token_ids)
 
     def _add(self, num_tokens: int) -> None:
-        """Adds so many tokens of the answers that have ended."""
         while self._ended and num_tokens > 0:
             ended = self._ended.popleft()
             now, later = ended.token_ids[:num_tokens], ended.token_ids[num_tokens:]
@@ -195,7 +192,6 @@ class SuffixProposer(BaseProposer[SpeculatedSequence]):
 
 
 def _ways_on(tokens: array[int], places: list[int], most: int) -> tuple[tuple[int, ...], float]:
-    """The most frequent way on from these places, and the share of them that agree in its first token."""
     token_ids, first_share, num_places = list[int](), 0.0, len(places)
     for further in range(most):
         nexts = [tokens[at + further] if at + further < len(tokens) else _END for at in places]

@@ -32,18 +32,14 @@ class Drafting(Protocol):
         """The KV that goes with the model's to other workers and to the host; None if there is none."""
         ...
 
-    def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None:
-        """Where it reads them."""
-        ...
+    def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None: ...
 
     def make_storage(self, num_pages: int) -> None:
         """Makes the proposer's KV cache for a pool of so many pages. Raises torch's own error if memory runs out."""
         ...
 
     @property
-    def storage(self) -> KVStorage | None:
-        """The cache, if it goes with the model's."""
-        ...
+    def storage(self) -> KVStorage | None: ...
 
     def proposer(self, leader: Leader, headless: set[int]) -> Proposer:
         """On rank 0, once there is storage: the proposer, whose computation all ranks do. `headless` as in

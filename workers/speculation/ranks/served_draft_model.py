@@ -55,12 +55,10 @@ class ServedDraftModel:
         return ()
 
     @property
-    def kv_head(self) -> None:
-        """A draft model computes what it lacks from the tokens."""
+    def kv_head(self) -> None: ...
 
     @property
-    def storage(self) -> None:
-        """Its cache stays where it is."""
+    def storage(self) -> None: ...
 
     def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None: ...
 

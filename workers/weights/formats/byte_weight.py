@@ -96,7 +96,6 @@ class ByteWeight:
         return stored.floats(suffix, shape, part=part)
 
     def _of_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """[O, G] of what is stored."""
         stored = self.stored
         if self._settings.strategy == "tensor":
             return values.reshape(1, 1).expand(len(stored.outputs), 1).contiguous()

@@ -51,7 +51,6 @@ class EXL2Weight:
         self._perm = stored.tensor(name, (inputs,), torch.int32, WORDS | {"I16"}, check=_check_permutation)
 
     def weights(self) -> Sequence[QuantisedWeight]:
-        """One for each run of groups of the same bits."""
         outputs, total_inputs = self.stored.outputs, self.stored.share.total_inputs
         order = torch.argsort(self._perm) if self._is_inverse else self._perm.long()
         last = self._skipped + len(outputs)

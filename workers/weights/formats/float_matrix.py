@@ -41,7 +41,6 @@ class FloatMatrix:
 
     @property
     def packed_weight(self) -> PackedFloats | None:
-        """The weight, once it is packed for compiled code."""
         return self._packed
 
     def pack(self) -> None:
@@ -118,7 +117,6 @@ def only_floats(_: str) -> WeightEncoding:
 
 
 def _slots(weight_OI: torch.Tensor, share: WeightShare) -> Iterator[Slot]:
-    """A share is a range of outputs with all inputs, or a range of inputs with all outputs."""
     by_inputs = share.num_inputs < share.total_inputs
     sizes = [projection.size for projection in share.projections]
     targets = torch.split(weight_OI[: sum(sizes)], sizes)

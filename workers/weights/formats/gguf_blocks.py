@@ -116,7 +116,6 @@ def _plain(
     minimum: bool = False,
     table: Sequence[float] | None = None,
 ) -> QuantisedWeight:
-    """Decodes blocks that begin with their scale, possibly followed by a minimum that is added to all values."""
     scale, *added = _halves(blocks[..., : 4 if minimum else 2])
     return _weight(
         bits, codes, 32, zero=zero, table=table,
@@ -138,7 +137,6 @@ def _blocked(
     zero: int = 0,
     table: Sequence[float] | None = None,
 ) -> QuantisedWeight:
-    """The weight in super-blocks."""
     least = None if minimum is None else GroupValues(value_OB=minimum[0], factor_OG=minimum[1].flatten(1).contiguous())
     factors = GroupValues(value_OB=scale[0], factor_OG=scale[1].flatten(1).contiguous())
     return _weight(bits, codes, group_size, scale=factors, minimum=least, zero=zero, table=table)

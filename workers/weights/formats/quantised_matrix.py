@@ -146,7 +146,6 @@ class QuantisedMatrix:
             self._parts = [] if self._packed is not None else self._products(parts)
 
     def _products(self, parts: list[Sequence[QuantisedWeight]]) -> list[list[QuantisedProduct]]:
-        """Frees each weight that a kernel has packed before the next one is."""
         products: list[list[QuantisedProduct]] = []
         while parts:
             products.append([self._kernels.quantised_product(one) or partial(product, one) for one in parts.pop(0)])
@@ -192,7 +191,6 @@ class QuantisedMatrix:
 
 
 def _converted(weight: StoredWeight) -> Sequence[QuantisedWeight]:
-    """The weights of a filled share, their outputs in the order of its projection."""
     weight.stored.slots.clear()  # a check that is the weight's method would keep it, and its tensors, in a circle
     converted, order = weight.weights(), weight.stored.projection.order
     if not order:

@@ -107,7 +107,6 @@ class StoredTensors:
         return None if stored is None else stored.shape
 
     def shape_of_one(self, suffix: str) -> tuple[int, ...]:
-        """The stored shape of a tensor with one number."""
         shape = self.shape(suffix)
         return shape if shape is not None and prod(shape) == 1 else (1,)
 
