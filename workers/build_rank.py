@@ -36,13 +36,13 @@ from workers.kv.cache_size import check_weights_fit
 from workers.kv.groups import with_windows
 from workers.kv.host import HostCopies, HostPool
 from workers.kv.host_copies import host_copies
-from workers.kv.kinds import FP8, layout_of
+from workers.kv.kinds import FP8
 from workers.kv.kv_storage import KVStorage
 from workers.models.decoder import Decoder
 from workers.models.filling import Progress
 from workers.models.interface import ServedConfig, ServedDecoder
 from workers.models.model_config import longest_sequence, weight_bytes
-from workers.models.served import check_ranks, load_served, read_served
+from workers.models.served import check_ranks, layout_of, load_served, read_served
 from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import Leader, LeadingRunner, follow
 from workers.runner.cuda_graphs import CudaRecorder, why_eager

@@ -16,10 +16,9 @@ from router.ledger.prices import NO_PRICES, read_prices
 from workers.adapters.adapter_files import check_folder
 from workers.adapters.names import parse_adapters
 from workers.free_memory import RANK_BYTES, free_ram_bytes
-from workers.kv.kinds import layout_of
 from workers.models.interface import ServedConfig
 from workers.models.model_config import longest_sequence, weight_bytes
-from workers.models.served import check_ranks, read_served
+from workers.models.served import check_ranks, layout_of, read_served
 from workers.speculation.ranks.draft_needs import DraftNeeds, needs_of
 from workers.weights.registry import stored_tensors
 

@@ -28,9 +28,9 @@ from workers.attention.registry import attention_for
 from workers.batch import Batch, Row, Sample
 from workers.kernels.device_kernels import kernels_for
 from workers.kernels.quantised import product_choice
-from workers.kv.kinds import layout_of
 from workers.kv.kv_storage import KVStorage
 from workers.models import loader
+from workers.models.served import layout_of
 from workers.runner.torch_runner import TorchRunner
 from workers.sampling import sampler
 

@@ -61,7 +61,13 @@ class CompiledAttention:
         return self._rows
 
     def begin(self, inputs: AttentionInputs) -> None:
-        self._rows = RowTables.of(inputs, self._group)
+        tables = inputs.tables[self._group]
+        self._rows = RowTables(
+            slots_T=tables.slots_T.contiguous(),
+            query_starts=torch.tensor(inputs.query_starts),
+            context_lens=torch.tensor(inputs.context_lens),
+            block_tables_SB=tables.block_tables_SB.contiguous(),
+        )
 
 
 class NativeAttention(CompiledAttention):

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from protos.errors import Misconfigured, UnsupportedModel
+from protos.errors import UnsupportedModel
 from protos.values import SCALE, KVLayout, KVPart
-from workers.models.interface import ServedConfig
 from workers.worker_config import KVDtype
 
 INT8, FP8 = "int8", "float8_e4m3fn"
@@ -41,18 +40,6 @@ def refuse_latents(kv_dtype: KVDtype) -> None:
             f"kv_dtype is {kv_dtype}: this model caches latents, and only keys and values are rounded: leave it out",
             param="kv_dtype",
         )
-
-
-def layout_of(model: ServedConfig, kv_dtype: KVDtype, *, block_size: int, dtype: str, tp: int) -> KVLayout:
-    """The layout of a model's cache in `kv_dtype`, or in `dtype` for "auto". Raises Misconfigured or UnsupportedModel
-    for a model that cannot have it."""
-    if kv_dtype == "fp8" and model.qkv_bias:
-        raise Misconfigured(
-            f"kv_dtype is fp8, and the key projections of this {model.family} model have biases: its keys are large in "
-            "a few places and would lose the others. Give int8, which has a scale for each token, or auto",
-            param="kv_dtype",
-        )
-    return with_kv_dtype(model.kv_layout(block_size=block_size, dtype=dtype, tp=tp), kv_dtype)
 
 
 def _rounded(parts: tuple[KVPart, ...], dtype: str) -> tuple[KVPart, ...]:

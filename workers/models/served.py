@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from protos.errors import Internal
+from protos.errors import Internal, Misconfigured
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
-from protos.values import ErrorInfo
+from protos.values import ErrorInfo, KVLayout
 from protos.wire import raised
+from workers.kv.kinds import with_kv_dtype
 from workers.models.families.registry import is_ours
 from workers.models.interface import ServedConfig, ServedDecoder
 from workers.models.model_config import ModelConfig, check_parallel, read_config
 from workers.models.transformers.transformers_config import TransformersConfig
 from workers.weights.weight_formats import Quantize
+from workers.worker_config import KVDtype
 
 if TYPE_CHECKING:
     from workers.models.filling import Progress
@@ -102,3 +104,15 @@ def _inspected(path: str, quantize: Quantize, changed_ns: int) -> TransformersCo
     if "error" in answer:
         raise raised(msgspec.convert(answer["error"], ErrorInfo))
     return TransformersConfig.of_json(answer)
+
+
+def layout_of(model: ServedConfig, kv_dtype: KVDtype, *, block_size: int, dtype: str, tp: int) -> KVLayout:
+    """The layout of a model's cache in `kv_dtype`, or in `dtype` for "auto". Raises Misconfigured or UnsupportedModel
+    for a model that cannot have it."""
+    if kv_dtype == "fp8" and model.qkv_bias:
+        raise Misconfigured(
+            f"kv_dtype is fp8, and the key projections of this {model.family} model have biases: its keys are large in "
+            "a few places and would lose the others. Give int8, which has a scale for each token, or auto",
+            param="kv_dtype",
+        )
+    return with_kv_dtype(model.kv_layout(block_size=block_size, dtype=dtype, tp=tp), kv_dtype)

@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,9 +19,6 @@ from workers.kernels.cpu.norms import CompiledActivation, CompiledNorm
 from workers.kernels.cpu.pages import LayerCache, PagedCache
 from workers.kernels.cpu.products import PackedProduct, ProductPart, ProductParts
 from workers.kernels.cpu.regions import apart, empty_rows
-
-if TYPE_CHECKING:
-    from workers.attention.backend import AttentionInputs
 
 AllReduce = Callable[[torch.Tensor], object]
 
@@ -77,16 +73,6 @@ class RowTables:
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     block_tables_SB: torch.Tensor
-
-    @classmethod
-    def of(cls, inputs: AttentionInputs, group: int) -> RowTables:
-        tables = inputs.tables[group]
-        return cls(
-            slots_T=tables.slots_T.contiguous(),
-            query_starts=torch.tensor(inputs.query_starts),
-            context_lens=torch.tensor(inputs.context_lens),
-            block_tables_SB=tables.block_tables_SB.contiguous(),
-        )
 
 
 class _NormWeights(ctypes.Structure):

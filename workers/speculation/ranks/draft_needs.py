@@ -9,10 +9,9 @@ from pathlib import Path
 
 from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
 from protos.values import ITEM_BYTES
-from workers.kv.kinds import layout_of
 from workers.models.interface import ServedConfig
 from workers.models.model_config import ModelConfig, mtp_bytes, weight_bytes
-from workers.models.served import check_ranks, read_served
+from workers.models.served import check_ranks, layout_of, read_served
 from workers.speculation.heads.eagle_config import eagle_name, read_eagle
 from workers.speculation.heads.head_files import open_head
 from workers.speculation.ranks.draft_vocabulary import check_same_vocabulary

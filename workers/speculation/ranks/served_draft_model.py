@@ -9,9 +9,8 @@ import torch
 
 from workers.attention.registry import attention_for
 from workers.batch import Batch, StepOutput
-from workers.kv.kinds import layout_of
 from workers.models.interface import ServedConfig
-from workers.models.served import load_served, read_served
+from workers.models.served import layout_of, load_served, read_served
 from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import Leader
 from workers.runner.torch_runner import TorchRunner
