@@ -7,9 +7,10 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 import torch
 
+from tests.kernels import quantised_twins
 from tests.kernels.conftest import DEVICE, ON_GPU, assert_near, normal
 from workers.kernels.cpu.quantised import PackedQuantised, can_pack
-from workers.kernels.quantised import activations, grouped_codes, one_byte, quantised_twins, split_sums
+from workers.kernels.quantised import activations, grouped_codes, one_byte, split_sums
 from workers.kernels.quantised.activations import round_inputs
 from workers.kernels.quantised.grouped_codes import GroupedCodes, ProductTile, grouped_product
 from workers.kernels.quantised.one_byte import byte_product

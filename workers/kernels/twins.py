@@ -282,4 +282,4 @@ def grouped_experts(
 
 def quantised_product(weight: QuantisedWeight) -> None:
     """No product of its own: the weight is dequantised one tile after the other (`encodings.quantised.product`), the
-    twins of the kernels are in `workers.kernels.quantised.quantised_twins`."""
+    twins of the kernels are in `tests.kernels.quantised_twins`."""

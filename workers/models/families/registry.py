@@ -4,44 +4,11 @@ from __future__ import annotations
 
 from protos.errors import UnsupportedModel
 from protos.model_files.fields import Fields
-from workers.models.families import (
-    arcee,
-    cohere2,
-    deepseek_v2,
-    deepseek_v3,
-    ernie4_5,
-    exaone4,
-    gemma2,
-    gemma3,
-    glm4,
-    glm4_moe,
-    glm4_moe_lite,
-    gpt_oss,
-    granite,
-    llama,
-    minimax_m2,
-    ministral3,
-    mistral,
-    mixtral,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-    seed_oss,
-    smollm3,
-    starcoder2,
-)
+from workers.models.families.dense_families import DENSE
 from workers.models.families.family import Family
+from workers.models.families.mixture_families import MIXTURES
 
-_DENSE = (
-    llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3, granite, glm4, smollm3, starcoder2, cohere2,
-    exaone4, seed_oss, ernie4_5, arcee, ministral3,
-)  # fmt: skip
-_MIXTURES = (mixtral, qwen2_moe, qwen3_moe, glm4_moe, glm4_moe_lite, gpt_oss, deepseek_v2, deepseek_v3, minimax_m2)
-FAMILIES: tuple[Family, ...] = tuple(module.FAMILY for module in (*_DENSE, *_MIXTURES))
+FAMILIES: tuple[Family, ...] = (*DENSE, *MIXTURES)
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
