@@ -49,8 +49,8 @@ from workers.runner.cuda_graphs import CudaRecorder, why_eager
 from workers.runner.torch_runner import TorchRunner
 from workers.scheduling.role import Role
 from workers.scheduling.scheduler import Scheduler
+from workers.speculation.ranks.draft_cache import Drafting
 from workers.speculation.ranks.draft_opening import open_drafting
-from workers.speculation.ranks.drafting import Drafting
 from workers.speculation.registry import AUTO, SpeculateMode, speculation_of
 from workers.speculation.speculation import Speculation
 from workers.timeline import Timeline

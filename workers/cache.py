@@ -21,7 +21,7 @@ from workers.kv.kv_storage import KVStorage
 from workers.models.interface import ServedDecoder
 from workers.parallel.group import TensorParallel
 from workers.runner.torch_runner import TorchRunner
-from workers.speculation.ranks.drafting import Drafting
+from workers.speculation.ranks.draft_cache import Drafting
 from workers.worker_config import WorkerConfig
 
 log = logging.getLogger("baton.worker")

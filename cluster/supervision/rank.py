@@ -226,17 +226,22 @@ def _has_gpu_driver() -> bool:
 
 
 def _open_worker(orders: RankSpec, on_progress: Progress) -> WorkerParts:
-    """Imports the pool, and torch with it, and reads the model. Takes seconds, on a thread."""
+    """Imports the pools, and torch with them, and reads the model. Takes seconds, on a thread."""
     if orders.downloads:
         from cluster.hub.local_models import with_cached_models
 
         orders = replace(orders, worker=with_cached_models(orders.worker))
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing else is to ask the hub
-    parts = _open_in_role(orders, on_progress)
-    return parts if orders.role is WorkerRole.COLOCATED else replace(parts, roles=_roles(orders, parts))
+    from decode_pool.decode_role import DecodeRole
+    from prefill_pool.prefill_role import PrefillRole
+    from workers.rpc.assembly import assemble
+
+    role = PrefillRole if orders.role is WorkerRole.PREFILL else DecodeRole
+    parts = assemble(orders.worker, orders.rank_id, kind=orders.role, role=role, on_progress=on_progress)
+    return parts if orders.role is WorkerRole.COLOCATED else replace(parts, roles=_roles(parts))
 
 
-def _roles(orders: RankSpec, parts: WorkerParts) -> dict[WorkerRole, MakeRole]:
+def _roles(parts: WorkerParts) -> dict[WorkerRole, MakeRole]:
     """The roles of a worker of two pools. A colocated one may free KV that the others exchange, and keeps its role."""
     from decode_pool.decode_role import DecodeRole
     from prefill_pool.prefill_role import PrefillRole
@@ -250,18 +255,6 @@ def _roles(orders: RankSpec, parts: WorkerParts) -> dict[WorkerRole, MakeRole]:
         WorkerRole.PREFILL: lambda: PrefillRole.replacing(present()),
         WorkerRole.DECODE: lambda: DecodeRole.replacing(present()),
     }
-
-
-def _open_in_role(orders: RankSpec, on_progress: Progress) -> WorkerParts:
-    match orders.role:
-        case WorkerRole.PREFILL:
-            from prefill_pool.prefill_worker import open_worker as open_prefill
-
-            return open_prefill(orders.worker, orders.rank_id, on_progress=on_progress)
-        case WorkerRole.DECODE | WorkerRole.COLOCATED:
-            from decode_pool.decode_worker import open_worker as open_decode
-
-            return open_decode(orders.worker, orders.rank_id, kind=orders.role, on_progress=on_progress)
 
 
 def _follow_worker(orders: RankSpec) -> None:

@@ -11,16 +11,15 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from decode_pool import decode_worker as decode
-from prefill_pool import prefill_worker as prefill
-from protos.values import SamplingParams, WorkerStats
+from decode_pool.decode_role import DecodeRole
+from prefill_pool.prefill_role import PrefillRole
+from protos.values import SamplingParams, WorkerRole, WorkerStats
 from router.build_router import build_router
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.fleet import Fleet
@@ -32,7 +31,7 @@ from tests.numerics.engines import GREEDY, oracle_answers
 from tests.unit.router.fake_cluster import router_config
 from workers.batch import Batch, PendingStep
 from workers.parallel.ranks import open_store
-from workers.rpc.assembly import follow
+from workers.rpc.assembly import assemble, follow
 from workers.rpc.worker import Worker
 from workers.worker_config import RankId, TransferConfig, WorkerConfig
 
@@ -101,7 +100,7 @@ def config_for(folder: Path, **settings: Any) -> WorkerConfig:
 
 
 async def start(
-    service: ModuleType, worker_id: str, config: WorkerConfig, *pool: TransferConfig
+    worker_id: str, config: WorkerConfig, transfers: TransferConfig | None = None
 ) -> tuple[Worker, list[threading.Thread]]:
     """Ranks above 0 follow in threads of this process."""
     port = _free_port() if config.tp > 1 else 0
@@ -114,7 +113,9 @@ async def start(
     followers = [threading.Thread(target=follow, args=(config, rank_id), daemon=True) for rank_id in rank_ids[1:]]
     for follower in followers:
         follower.start()
-    worker = Worker(await asyncio.to_thread(service.open_worker, config, rank_ids[0], *pool))
+    kind = WorkerRole(worker_id.partition("-")[0])
+    role = PrefillRole if kind is WorkerRole.PREFILL else DecodeRole
+    worker = Worker(await asyncio.to_thread(assemble, config, rank_ids[0], kind=kind, role=role, transfers=transfers))
     await worker.start("127.0.0.1")
     return worker, followers
 
@@ -137,11 +138,8 @@ async def pair_of(
     built = build_router(router, feed=Feed(MemoryPrefixIndex(), gateway_id="test"))
     fleet, pair = built.fleet, Pair(built.fleet, built.dispatcher)
     followers: list[threading.Thread] = []
-    for service, worker_id, config, *pool in (
-        (prefill, "prefill-0", prefilling, role or TransferConfig()),
-        (decode, "decode-0", decoding),
-    ):
-        pair.workers[worker_id], more = await start(service, worker_id, config, *pool)
+    for worker_id, config, transfers in (("prefill-0", prefilling, role), ("decode-0", decoding, None)):
+        pair.workers[worker_id], more = await start(worker_id, config, transfers)
         followers += more
         fleet.add_worker(pair.workers[worker_id].info.address, worker_id=worker_id)
     clock = asyncio.get_running_loop().time

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from decode_pool import decode_worker as decode
-from prefill_pool import prefill_worker as prefill
+from decode_pool.decode_role import DecodeRole
+from prefill_pool.prefill_role import PrefillRole
 from protos.values import FinishReason, SamplingParams, WorkerRole
 from router.build_router import Router, build_router
 from router.dispatch.dispatcher import Dispatcher
@@ -27,6 +27,7 @@ from router.prefix.memory_index import MemoryPrefixIndex
 from router.router_config import RouterConfig
 from tests.cluster.test_disaggregated import PROMPTS, config_for, start
 from tests.numerics.checkpoints import make_checkpoint
+from workers.rpc.assembly import assemble
 from workers.rpc.worker import Worker
 from workers.worker_config import RankId
 
@@ -68,7 +69,7 @@ class Cluster:
     async def start(self, worker_id: str) -> None:
         self.incarnation += 1
         role = WorkerRole(worker_id.partition("-")[0])
-        open_worker: Any = prefill.open_worker if role is WorkerRole.PREFILL else partial(decode.open_worker, kind=role)
+        open_worker: Any = partial(assemble, kind=role, role=PrefillRole if role is WorkerRole.PREFILL else DecodeRole)
         rank_id = RankId(worker_id=worker_id, incarnation=self.incarnation)
         config = config_for(self.folder, num_blocks=NUM_BLOCKS)
         worker = Worker(await asyncio.to_thread(open_worker, config, rank_id))
@@ -182,7 +183,7 @@ async def test_a_drained_worker_with_nobody_beside_it_finishes_first(checkpoint:
 async def test_a_sequence_moves_to_a_worker_of_another_tensor_parallelism(checkpoint: Path) -> None:
     async with cluster_of(checkpoint, "colocated-0") as cluster:
         undisturbed = [await client.answer() for client in await ask_all(cluster)]
-        split, followers = await start(decode, "decode-1", config_for(checkpoint, num_blocks=NUM_BLOCKS, tp=2))
+        split, followers = await start("decode-1", config_for(checkpoint, num_blocks=NUM_BLOCKS, tp=2))
         cluster.workers["decode-1"] = split
         cluster.fleet.add_worker(split.info.address, worker_id="decode-1")
         await cluster.until_ready(split)

@@ -11,27 +11,21 @@ from pathlib import Path
 import pytest
 
 from cluster.supervision.health import WorkerCalls
-from cluster.supervision.rank import RankSpec, _roles
+from cluster.supervision.rank import _roles
 from decode_pool.decode_role import DecodeRole
 from prefill_pool.prefill_role import PrefillRole
 from protos.errors import InvalidRequest
 from protos.values import WorkerRole
 from router.fleet.channels import open_channel
-from tests.cluster.test_disaggregated import config_for
 from tests.cluster.test_draining import Cluster, ask_all, checkpoint, cluster_of
-from workers.worker_config import RankId
 
 pytestmark = pytest.mark.cluster
 __all__ = ["checkpoint"]
 
 
 def may_flip(cluster: Cluster) -> None:
-    for worker_id, worker in cluster.workers.items():
-        spec = RankSpec(
-            role=worker.info.role, worker=config_for(cluster.folder),
-            rank_id=RankId(worker_id=worker_id, incarnation=1),
-        )  # fmt: skip
-        worker._role_change._roles = _roles(spec, worker._parts)  # type: ignore[union-attr]
+    for worker in cluster.workers.values():
+        worker._role_change._roles = _roles(worker._parts)  # type: ignore[union-attr]
 
 
 async def flip(cluster: Cluster, worker_id: str, role: WorkerRole) -> None:

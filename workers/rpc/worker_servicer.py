@@ -6,18 +6,20 @@ A gateway's stream is also its lease: when it ends, all requests of that gateway
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
-from protos.errors import BatonError, InvalidRequest, Unavailable
+from protos.errors import BatonError, InvalidRequest, Unauthenticated, Unavailable
 from protos.grpc_status import abort_with
 from protos.hints import counted
+from protos.tls import TOKEN_KEY, token_metadata
 from protos.values import (
     FinishReason,
     GenerateRequest,
@@ -39,7 +41,6 @@ from protos.wire import PROTOBUF, ChannelEncoding, error_info, from_proto, to_pr
 from workers.engine.engine import Engine
 from workers.rpc.adapter_calls import AdapterCalls
 from workers.rpc.loop import EngineLoop
-from workers.rpc.token import TokenCheck
 
 log = logging.getLogger("baton.worker")
 
@@ -430,3 +431,31 @@ def new_server(token: str = "") -> grpc.aio.Server:
             ("grpc.so_reuseport", 0),
         ],
     )
+
+
+class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Rejects a call without the token with UNAUTHENTICATED, before any of its content is read."""
+
+    def __init__(self, token: str) -> None:
+        ((_, value),) = token_metadata(token)
+        self._expected = value.encode()
+        self._has_refused = False
+        self._refusal: Any = grpc.stream_stream_rpc_method_handler(self._refuse)  # fits every kind of method
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        shown = next((value for name, value in details.invocation_metadata or () if name == TOKEN_KEY), "")
+        if hmac.compare_digest(shown.encode(), self._expected):
+            return await continuation(details)
+        return self._refusal
+
+    async def _refuse(self, messages: Any, context: Any) -> None:
+        level = logging.DEBUG if self._has_refused else logging.WARNING
+        self._has_refused = True
+        log.log(level, "refused a call from %s without this run's token", context.peer())
+        await abort_with(
+            context,
+            Unauthenticated(
+                "this worker answers only calls with its run's token, as `authorization: Bearer TOKEN` in their "
+                "metadata: `baton gateway --token TOKEN`, or peers.token in its file"
+            ),
+        )

@@ -22,7 +22,7 @@ from protos.wire import error_info
 from workers.adapters.low_rank import AdapterTokens
 from workers.attention.backend import AttentionBackend
 from workers.attention.cpu import has_same_bits
-from workers.attention.watched_attention import WatchedAttention
+from workers.attention.grouped_attention import WatchedAttention
 from workers.batch import (
     Batch,
     CompletedStep,

@@ -10,8 +10,8 @@ from workers.speculation.heads.eagle import load_eagle
 from workers.speculation.heads.head_files import digest_of
 from workers.speculation.heads.medusa import load_medusa
 from workers.speculation.heads.mtp import load_mtp
+from workers.speculation.ranks.draft_cache import Drafting
 from workers.speculation.ranks.draft_needs import check_fits, needs_of
-from workers.speculation.ranks.drafting import Drafting
 from workers.speculation.ranks.head_drafting import HeadDrafting, MedusaDrafting
 from workers.speculation.ranks.served_draft_model import ServedDraftModel
 from workers.speculation.registry import SpeculateMode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,13 +17,13 @@ from workers.kv.kv_storage import KVStorage
 from workers.parallel.ranks import Leader
 from workers.runner.inputs import model_inputs
 from workers.runner.packed_batch import pack
+from workers.sampling.sampler import sample
 from workers.speculation.heads.draft_head import DraftHead
 from workers.speculation.heads.medusa import MedusaHeads
 from workers.speculation.proposer import HiddenStates, Proposer
 from workers.speculation.proposers.head_proposer import HeadProposer
 from workers.speculation.proposers.medusa_proposer import MedusaProposer
 from workers.speculation.ranks.draft_cache import DraftCache
-from workers.speculation.ranks.draft_choice import drafted_ids
 from workers.worker_config import WorkerConfig
 
 _NONE = -1
@@ -140,3 +141,19 @@ class MedusaDrafting:
 
 def _drafted(token_id: int) -> RowOutput:
     return RowOutput(token_ids=(token_id,) if token_id != _NONE else ())
+
+
+def drafted_ids(
+    logits_RV: torch.Tensor, samples: Sequence[Sample], target_ids_V: torch.Tensor | None, vocab_size: int
+) -> list[int]:
+    """The target's id of a token for each row of float32 logits; -1 for logits that are not finite. `target_ids_V`: the
+    target's id of each token of the head."""
+    if all(one.params.temperature <= 0 and not one.params.logit_bias for one in samples):
+        ids_R = logits_RV.argmax(dim=-1)
+        return (ids_R if target_ids_V is None else target_ids_V[ids_R]).tolist()
+    if target_ids_V is not None:
+        whole_RV = logits_RV.new_full((len(logits_RV), vocab_size), -torch.inf)
+        whole_RV[:, target_ids_V] = logits_RV
+        whole_RV[logits_RV[:, 0].isnan()] = torch.nan
+        logits_RV = whole_RV
+    return [out.token_ids[0] if out.token_ids else -1 for out in sample(logits_RV, samples).fetch()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from workers.grammar.deep_threads import DeepThreads
+from workers.grammar.guidance import DeepThreads
 
 
 def test_what_is_given_to_stuck_threads_is_done_by_their_successors() -> None:

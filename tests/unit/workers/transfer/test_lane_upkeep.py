@@ -9,7 +9,7 @@ import pytest
 from kvtransfer.lane_config import LaneConfig
 from protos.errors import Overloaded, TransferFailed
 from protos.values import LaneStats
-from workers.transfer.lane_upkeep import PERIOD_S, LaneUpkeep
+from workers.transfer.transfer_leader import PERIOD_S, LaneUpkeep
 
 LANE = LaneStats(peer="a", transport="shm", state="open", num_bytes=0, busy_s=0.0, idle_s=10.0)
 
