@@ -18,7 +18,7 @@ from workers import build_rank
 from workers.build_rank import open_rank
 from workers.kernels.cpu.native_build import native
 from workers.parallel.group import Solo
-from workers.speculation.ranks import draft_opening, draft_vocabulary
+from workers.speculation.ranks import draft_needs, draft_opening
 from workers.speculation.speculation import SpeculationCounts
 from workers.worker_config import WorkerConfig
 
@@ -150,7 +150,7 @@ def test_a_damaged_tokenizer_of_a_draft_model_is_refused_with_the_file(target: P
     tiny(tmp_path)
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(BadCheckpoint, match=r"tokenizer\.json of .* download it again"):
-        draft_vocabulary._tokens(tmp_path)
+        draft_needs._tokens(tmp_path)
 
 
 def test_a_draft_model_for_which_there_is_no_memory_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
