@@ -76,7 +76,7 @@ class FleetReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RedisKept(Generic[Kept]):
-    """A value at a key. One that cannot be written is written as soon as Redis answers. `what` names it in logs."""
+    """A value at a key. A value that cannot be written is written as soon as Redis answers."""
 
     def __init__(self, client: Redis, key: str, kind: type[Kept], what: str) -> None:
         self._client = client

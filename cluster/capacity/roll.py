@@ -2,8 +2,8 @@
 
 newer workers start, at most `surge` of each pool too many ─▶ they serve ─▶ older ones drain ─▶ newer ones start ...
 
-Older workers' sequences move to older ones. Of the last ones gateways begin nothing any more, their answers end, and
-they drain. If a newer worker can never start, the roll goes backwards.
+Older workers' sequences move to older ones; the last ones answer what they have and drain. If a newer worker can never
+start, the roll goes backwards.
 """
 
 from __future__ import annotations
@@ -38,11 +38,8 @@ class FleetActuator(Protocol):
     ) -> Awaitable[None]:
         """Desires these numbers of workers of this `revision` (the last one, if none is given) and `kept` of others;
         workers in `flips` change roles. Raises Misconfigured if the machines cannot hold them, Unavailable if this is
-        unknown.
-
-        The result returns when the fleet is reached or replaced. It raises the BatonError of a worker that will never
-        start.
-        """
+        unknown. The result returns when the fleet is reached or replaced, and raises the BatonError of a worker that
+        will never start."""
         ...
 
     def roles(self) -> Mapping[str, WorkerRole]:
@@ -64,7 +61,7 @@ class FleetActuator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollMix:
-    """Workers of each role, with the revision that the fleet is to have, and with others."""
+    """Workers of each role with the revision that the fleet is to have, and with others."""
 
     newer: Counts
     older: Counts
@@ -82,9 +79,8 @@ class RollMix:
 
 
 def next_mix(mix: RollMix, counts: Mapping[WorkerRole, int], surge: int) -> RollMix | None:
-    """Returns the next step to a fleet of `counts` workers; None if it is there. A step either starts workers or ends
-    some. Each pool keeps an older worker until the newer revision is complete; without a surge it ends with its last
-    one."""
+    """Returns the next step to a fleet of `counts` workers; None if it is there. Each pool keeps an older worker until
+    the newer revision is complete; without a surge it ends with its last one."""
     growing = {role: count for role, count in counts.items() if mix.newer[role] < count}
     needed = {role: growing.get(role, 0) - mix.newer[role] for role in counts}
     if growing and surge:

@@ -34,7 +34,7 @@ from protos.hints import counted
 from protos.values import WorkerRole
 
 REACH = 2
-"""The workers of a role that one decision may add or remove; more if the fleet is overloaded."""
+"""The workers of a role that one decision may add or remove, unless the fleet is overloaded."""
 SPARE = 0.25
 """A smaller fleet must miss the objective by this share less than is allowed."""
 SMALL = 0.02
@@ -43,7 +43,7 @@ _DRIFT, _DEVIATIONS = 0.02, 2.0
 """Measurements and predictions may differ by this share, or by so many deviations of the sample."""
 _LEAST_FACTOR, _MOST_FACTOR, _FASTEST = 0.5, 4.0, 1.5
 _FORGET_PATIENCES = 8.0
-"""A factor that nothing contradicts halves its distance from 1 in about six times `rest_s` (or `settle_s`)."""
+"""A factor that nothing contradicts halves its distance from 1 in about six times `rest_s`."""
 _HALVINGS = 12
 _HOLD_RESTS = 4.0
 """A fleet that was too small is not tried again for so many times `rest_s`, then twice as long each time."""
@@ -178,7 +178,6 @@ class _Planner:
         return changed, prefill > factors.prefill or decode > factors.decode
 
     def _rate(self) -> float:
-        """Requests a second, with those in line."""
         return self._seen.arrival_rate + self._seen.num_waiting / self._pace.backlog_s
 
     def _offered(self) -> float:

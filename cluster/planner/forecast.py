@@ -1,4 +1,4 @@
-"""Forecasts the requests that come while a worker starts: the present rate, and the same time of other days."""
+"""Forecasts requests from the present rate and from the same time of other days."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The owner of the fleet with the gateways' reports, and the planner that follows them.
 
 gateways ─ report ─▶ PlannedFleet ─ sights ─▶ Planner.decide ─ FleetOrder ─▶ the owner
-
-If the planner fails, the fleet stays, and operators change it as before.
 """
 
 from __future__ import annotations

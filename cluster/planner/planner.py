@@ -61,7 +61,7 @@ class PlannerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SightsNow:
-    """The gateways' reports, the latest last and `age_s` seconds old. `silent`: gateways whose reports are late."""
+    """The gateways' reports, the latest last and `age_s` seconds old."""
 
     sights: Sequence[GatewaySight]
     age_s: float = 0.0
@@ -77,7 +77,7 @@ class KeptLoad:
 
 
 class Planner:
-    """`sights` are looked at for each decision. `decisions`: oldest first. `wall_clock`: seconds since 1970."""
+    """`decisions`: oldest first. `wall_clock`: seconds since 1970."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Planner:
         )
 
     def manual_until_s(self, report: FleetReport) -> float:
-        """An operator's change of numbers holds until then. A wake and a roll change no number."""
+        """A wake and a roll change no number."""
         kinds = (OrderKind.SCALE, OrderKind.FLIP)
         by_hand = [change.at_s for change in report.changes if change.who != NAME and change.kind in kinds]
         return max(by_hand) + self._settings.manual_s if by_hand else 0.0

@@ -38,8 +38,7 @@ class PlannerConfig(CheckedSettings):
     def settings(
         self, devices: Mapping[WorkerRole, int], *, ttft_ms: float, tpot_ms: float, absent: Collection[WorkerRole] = ()
     ) -> PlannerSettings:
-        """`devices`: of one worker, by role. `absent`: roles that get workers only if `autoscale` names them. Raises
-        Misconfigured."""
+        """`absent`: roles that get workers only if `autoscale` names them. Raises Misconfigured."""
         return PlannerSettings(
             objective=FleetObjective(ttft_s=ttft_ms / 1000, tpot_s=tpot_ms / 1000, attainment=self.attainment),
             limits=limits_of(self.autoscale, devices, absent=absent),
@@ -51,7 +50,7 @@ class PlannerConfig(CheckedSettings):
 
 
 def limits_of(within: str, devices: Mapping[WorkerRole, int], *, absent: Collection[WorkerRole] = ()) -> FleetLimits:
-    """Parses 1:8, or prefill=0:4,decode=1:8. `devices`: of one worker, by role. Raises Misconfigured."""
+    """Parses 1:8, or prefill=0:4,decode=1:8. `devices`: of one worker. Raises Misconfigured."""
     bounds = parse_bounds(within)
     everywhere = bounds.get("")
     if unknown := [role for role in bounds if role and role not in devices]:

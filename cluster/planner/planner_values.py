@@ -1,4 +1,4 @@
-"""The planner's observation, objective, limits and memory. Times are seconds since 1970; `*_s` durations."""
+"""The planner's observation, objective, limits and memory. Times are seconds since 1970."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protos.values import WorkerRole
 class PoolObservation:
     """The workers of one role.
 
-    - `pending_since_s`: when each worker was ordered that does not serve yet
+    - `pending_since_s`: when each missing worker was ordered
     - `num_leaving`: workers that drain or change their role
     - `prefill_tokens_per_s`: of one worker, 0 if unknown
     - `step_fixed_s`, `step_each_s`: the time between tokens is fixed + each * running sequences of a worker
@@ -37,12 +37,9 @@ class PoolObservation:
 class Observation:
     """The `window_s` before `at_s`, over all gateways.
 
-    - `num_arrived`: refused requests included
     - `num_late`: of `num_ended`; they missed an objective, failed, or were refused
     - `num_slow`: late requests whose first token came in time
-    - `num_waiting`: in line now
-    - `uncached_tokens`: quantiles of the prompt tokens to compute
-    - `answer_tokens`: mean
+    - `uncached_tokens`: quantiles
     - `overhead_s`: of a first token besides waiting and computing
     - `num_silent`: gateways whose reports are late or too short
     """
@@ -62,7 +59,7 @@ class Observation:
 
     @property
     def attainment(self) -> float:
-        """Share of the requests that kept the objective; 1 without requests."""
+        """1 without requests."""
         return 1.0 - self.num_late / self.num_ended if self.num_ended else 1.0
 
     @property
@@ -77,8 +74,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetObjective:
-    """`attainment`: share of the requests whose first token comes within `ttft_s`, queueing included, and whose tokens
-    are `tpot_s` apart on average."""
+    """`attainment`: share of the requests with a first token within `ttft_s`, queueing included, and tokens `tpot_s`
+    apart on average."""
 
     ttft_s: float
     tpot_s: float
@@ -97,7 +94,7 @@ class FleetLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerPace:
-    """- `settle_s`: fewer workers must have sufficed for this long before one goes
+    """- `settle_s`: fewer workers must have sufficed for this long
     - `rest_s`: between two changes that make the fleet smaller
     - `stale_s`: an older observation decides nothing
     - `horizon_s`: over which actions are paid
@@ -122,7 +119,7 @@ class ActionTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFactors:
-    """Measured load over the model's, of prompts and of answers."""
+    """Measured load over the model's."""
 
     prefill: float = 1.0
     decode: float = 1.0
@@ -152,11 +149,8 @@ class TooSmall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedLoad:
-    """The part of a memory that outlives the planner.
-
-    - `factors`: by which the model is wrong
-    - `profile`: requests a second by quarter of an hour of the day, 0 if unknown
-    """
+    """`factors`: by which the model is wrong. `profile`: requests a second by quarter of an hour of the day, 0 if
+    unknown."""
 
     factors: LoadFactors = AS_MODELLED
     profile: tuple[float, ...] = (0.0,) * 96
@@ -165,13 +159,8 @@ class LearnedLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerMemory:
-    """One decision's notes for the next.
-
-    - `serving`: workers that served at the last look
-    - `explained_s`: earlier requests correct no factor any more
-    - `peaks`: (second, requests a second)
-    - `gave_up_until_s`: no more workers of a role are ordered until then
-    """
+    """`serving`: at the last look. `explained_s`: earlier requests correct no factor. `peaks`: (second, requests a
+    second). `gave_up_until_s`: no more workers of a role are ordered until then."""
 
     learned: LearnedLoad = field(default_factory=LearnedLoad)
     serving: Mapping[WorkerRole, int] = field(default_factory=dict)

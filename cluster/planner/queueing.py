@@ -1,11 +1,10 @@
-"""How many requests a fleet would serve in time: queues of prompts before prefill workers, and batches of answers.
+"""How many requests a fleet would serve in time.
 
 requests ─▶ line ─▶ P prefill workers: wait + compute <= ttft ─▶ D decode workers: step(running) <= tpot
 
 - The line is M/G/P: the probability to wait is Erlang's C, a wait is exponential with the mean of Allen and Cunneen
   ("Probability, Statistics, and Queueing Theory", 1990, section 5.3).
-- A decode worker runs n = rate * tokens * step(n) sequences (Little's law), with the deviation of a Poisson number.
-- Prompts take a share of a colocated worker's time; answers have the rest.
+- A decode worker runs n = rate * tokens * step(n) sequences (Little's law), with a Poisson number's deviation.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ def attainment(
 def shares_in_time(
     counts: Mapping[WorkerRole, int], rate: float, seen: Observation, objective: FleetObjective, factors: LoadFactors
 ) -> tuple[float, float]:
-    """Shares of first tokens and of answers in time. `factors` multiply the load of prompts and of answers."""
     if rate <= 0:
         return 1.0, 1.0
     both, readers, writers = counts.get(_COLOCATED, 0), counts.get(_PREFILL, 0), counts.get(_DECODE, 0)
