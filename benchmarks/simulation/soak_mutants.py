@@ -195,7 +195,7 @@ MUTANTS = (
     Mutant(
         name="cached: what a failed attempt left behind is told as cached",
         module="router.dispatch.job_state",
-        old="        return min(num_tokens, known, len(self.job.prompt_ids))\n",
+        old="        return min(num_tokens, most, len(self.job.prompt_ids))\n",
         new="        return min(num_tokens, len(self.job.prompt_ids))\n",
     ),
     Mutant(
