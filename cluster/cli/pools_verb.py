@@ -14,7 +14,6 @@ from rich.console import Console
 
 from cluster.cli import options
 from cluster.config.cluster_config import ClusterConfig
-from cluster.discovery.members import ClusterAnnouncer
 from cluster.hub.local_models import with_local_models
 from cluster.planner.planned_fleet import PlannedFleet
 from cluster.planner.planner import KeptLoad
@@ -161,11 +160,11 @@ async def _yield(announcer: RedisAnnouncer, stop: StopSignal) -> None:
 
 
 async def _serve(
-    workers: Pools, announcer: ClusterAnnouncer, bars: Bars, owner: PlannedFleet, takeover: Takeover | None
+    workers: Pools, announcer: RedisAnnouncer, bars: Bars, owner: PlannedFleet, takeover: Takeover | None
 ) -> None:
     with bars:
         await workers.prepare()
-        await workers.start(announcer)
+        await workers.start(announcer.publish)
         if takeover is not None:
             await takeover.carry_out(owner)
         await workers.ready()

@@ -26,7 +26,7 @@ from cluster.config.cluster_config import ClusterConfig
 from cluster.config.revised import digest_of, reviser
 from cluster.config.settings import read_file, setting
 from cluster.config.several_models import TABLE
-from cluster.discovery.members import DirectAnnouncer
+from cluster.discovery.members import AnnouncedMembers
 from cluster.gateway.run import open_faces
 from cluster.hub.cached_models import fitting_models
 from cluster.hub.local_models import with_local_models
@@ -44,7 +44,7 @@ from router.fleet_owner import DesiredFleet
 from workers.free_memory import free_ram_bytes
 
 if TYPE_CHECKING:
-    from cluster.discovery.members import ClusterAnnouncer
+    from cluster.discovery.members import Publish
     from cluster.gateway.gateway_server import GatewayServer
     from cluster.gateway.replicas import Replicas
 
@@ -132,12 +132,12 @@ class ServedCluster:
         for one in self._fleets:
             await one.pools.end()
 
-    async def _announcers(self, front: GatewayServer | Replicas) -> Sequence[ClusterAnnouncer]:
+    async def _announcers(self, front: GatewayServer | Replicas) -> Sequence[Publish]:
         """Announcers of each fleet's workers to the gateway."""
         from cluster.gateway.gateway_server import GatewayServer
 
         if isinstance(front, GatewayServer):
-            return [DirectAnnouncer(one.fleet) for one in front.backends]
+            return [AnnouncedMembers(one.fleet).publish for one in front.backends]
         return [await front.announcer(config.fleet, fleet.owner) for config, fleet in self._each()]
 
     def _show_ready(self, front: GatewayServer | Replicas) -> None:

@@ -1,7 +1,7 @@
 """How gateways learn of workers: the supervisor announces them, a gateway follows. The router's `Fleet` is a `Members`.
 
-supervisor ── announce ─▶ DirectAnnouncer ────────── starting, add / remove_worker ──▶ Members          one process
-supervisor ── announce ─▶ RedisAnnouncer ═▶ Redis ═▶ RedisDiscovery ── the same ─────▶ Members          several
+supervisor ─▶ Announcements ── Announced ─▶ AnnouncedMembers ── add / remove_worker ... ─▶ Members          one process
+supervisor ─▶ Announcements ── Announced ─▶ RedisAnnouncer ═▶ Redis ═▶ RedisDiscovery ─▶ the same          several
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from protos.errors import BatonError
 from router.fleet.successors import Successor
@@ -49,61 +50,82 @@ class Announcer(Protocol):
         """The worker will not come back."""
         ...
 
-    async def close(self) -> None: ...
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """All that a supervisor announces: addresses of workers that serve and processes that are being started, by worker
+    id; the fault of the cluster behind them, "" without one; and the token of its run, if it made one."""
+
+    workers: dict[str, str] = field(default_factory=dict)
+    starting: dict[str, Successor] = field(default_factory=dict)
+    degraded: str = ""
+    token: str = ""
 
 
-class ClusterAnnouncer(Announcer, Protocol):
-    """Also announces faults of the cluster behind the workers, such as a silent Ray."""
-
-    async def set_degraded(self, reason: str) -> None:
-        """`reason` is shown beside other faults; "" when the cluster is whole."""
-        ...
+Publish = Callable[[Announced], Awaitable[None]]
 
 
-class LateAnnouncer:
-    """A `ClusterAnnouncer` that passes on to another one what is announced, from `begin` on. Sends a fault once."""
+class Announcements:
+    """An `Announcer` that publishes one value, whenever it changes, from `begin` to `end`."""
 
     def __init__(self) -> None:
-        self.addresses: dict[str, str] = {}
-        self._starting: dict[str, Successor] = {}
-        self._degraded = ""
-        self._to: ClusterAnnouncer | None = None
+        self._announced = Announced()
+        self._publish: Publish | None = None
 
-    async def begin(self, to: ClusterAnnouncer) -> None:
-        self._to = to
-        for worker_id, successor in self._starting.items():
-            await to.starting(worker_id, successor)
-        for worker_id, address in self.addresses.items():
-            await to.announce(worker_id, address)
+    async def begin(self, publish: Publish) -> None:
+        self._publish = publish
+        await publish(self._announced)
 
     def end(self) -> None:
-        """Nothing is passed on from now on."""
-        self._to = None
+        self._publish = None
 
     async def starting(self, worker_id: str, successor: Successor) -> None:
-        self._starting[worker_id] = successor
-        if self._to is not None:
-            await self._to.starting(worker_id, successor)
+        await self._change(starting=self._announced.starting | {worker_id: successor})
 
     async def announce(self, worker_id: str, address: str) -> None:
-        self.addresses[worker_id] = address
-        self._starting.pop(worker_id, None)
-        if self._to is not None:
-            await self._to.announce(worker_id, address)
+        starting = _without(self._announced.starting, worker_id)
+        await self._change(workers=self._announced.workers | {worker_id: address}, starting=starting)
 
     async def withdraw(self, worker_id: str) -> None:
-        self.addresses.pop(worker_id, None)
-        self._starting.pop(worker_id, None)
-        if self._to is not None:
-            await self._to.withdraw(worker_id)
+        workers, starting = self._announced.workers, self._announced.starting
+        await self._change(workers=_without(workers, worker_id), starting=_without(starting, worker_id))
 
     async def set_degraded(self, reason: str) -> None:
-        if reason != self._degraded and self._to is not None:
-            self._degraded = reason
-            await self._to.set_degraded(reason)
+        if reason != self._announced.degraded:
+            await self._change(degraded=reason)
 
-    async def close(self) -> None:
-        pass
+    async def _change(self, **changes: Any) -> None:
+        self._announced = replace(self._announced, **changes)
+        if self._publish is not None:
+            await self._publish(self._announced)
+
+
+class AnnouncedMembers:
+    """Tells `members` the differences between an announcement and the one before."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._last = Announced()
+
+    async def publish(self, now: Announced) -> None:
+        last, self._last = self._last, now
+        if now.degraded != last.degraded:
+            self._members.set_degraded(now.degraded)
+        for worker_id, successor in now.starting.items():
+            if last.starting.get(worker_id) != successor:
+                self._members.starting(worker_id, successor)
+        started = last.starting.keys() - now.starting.keys()
+        for worker_id in started - now.workers.keys():
+            self._members.starting(worker_id, None)
+        for worker_id, address in now.workers.items():
+            if last.workers.get(worker_id) != address or worker_id in started:
+                self._members.add_worker(address, worker_id=worker_id)
+        for worker_id in last.workers.keys() - now.workers.keys():
+            await self._members.remove_worker(worker_id)
+
+
+def _without(values: dict[str, Any], worker_id: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != worker_id}
 
 
 class Discovery(Protocol):
@@ -116,28 +138,6 @@ class Discovery(Protocol):
     async def follow(self, members: Members) -> None:
         """Keeps `members` up to date until cancelled."""
         ...
-
-
-class DirectAnnouncer:
-    """For a supervisor and a gateway in one process: passes announcements on directly."""
-
-    def __init__(self, members: Members) -> None:
-        self._members = members
-
-    async def starting(self, worker_id: str, successor: Successor) -> None:
-        self._members.starting(worker_id, successor)
-
-    async def announce(self, worker_id: str, address: str) -> None:
-        self._members.add_worker(address, worker_id=worker_id)
-
-    async def withdraw(self, worker_id: str) -> None:
-        await self._members.remove_worker(worker_id)
-
-    async def set_degraded(self, reason: str) -> None:
-        self._members.set_degraded(reason)
-
-    async def close(self) -> None:
-        pass
 
 
 class StaticDiscovery:

@@ -16,13 +16,13 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.config.cluster_config import ClusterConfig
-from cluster.discovery.members import ClusterAnnouncer
+from cluster.discovery.members import Publish
 from cluster.gateway.private_redis import PrivateRedis
 from cluster.process.channel import MessageChannel, ProcessFailed
 from cluster.process.life import live
@@ -127,7 +127,7 @@ class Replicas:
         self._clock = loop.time
         self._example = ""
         self._tasks: list[asyncio.Task[None]] = []
-        self._closing: list[Callable[[], Awaitable[None]]] = []
+        self._closing = AsyncExitStack()
         self._stopping = False
         self._change = Changed()
 
@@ -156,24 +156,18 @@ class Replicas:
         self._tasks = [asyncio.create_task(self._tend(slot), name=f"gateway at {slot.port}") for slot in self._slots]
         await self._until_all("is_up")
 
-    async def announcer(self, fleet: str, owner: CapacityOwner) -> ClusterAnnouncer:
+    async def announcer(self, fleet: str, owner: CapacityOwner) -> Publish:
         """Announces the workers of a fleet to the replicas, which reach the fleet's owner through Redis from now on."""
         from cluster.capacity.redis_fleet import serve_calls
         from cluster.discovery.redis_members import RedisAnnouncer, connect
 
-        client = await connect(self._begin.configs[0].discovery)
-        announcer = RedisAnnouncer(await connect(self._begin.configs[0].discovery), fleet=fleet)
-        calls = asyncio.create_task(serve_calls(client, owner, fleet=fleet), name="calls of the fleet's owner")
-
-        async def close() -> None:
-            calls.cancel()
-            await asyncio.wait([calls])
-            await announcer.close(withdraw=False)
-            await client.aclose()
-
-        self._closing.append(close)
+        url, closing = self._begin.configs[0].discovery, self._closing
+        announcer = RedisAnnouncer(await connect(url), fleet=fleet)
+        closing.push_async_callback(lambda: announcer.close(withdraw=False))
+        client = await closing.enter_async_context(await connect(url))
+        closing.callback(asyncio.create_task(serve_calls(client, owner, fleet=fleet)).cancel)
         await announcer.own()
-        return announcer
+        return announcer.publish
 
     @property
     def serves(self) -> bool:
@@ -205,8 +199,7 @@ class Replicas:
             for task in living:
                 task.cancel()
             await asyncio.gather(*living, return_exceptions=True)
-            while self._closing:
-                await self._closing.pop()()
+            await self._closing.aclose()
             if self._redis is not None:
                 await self._redis.close()
             self._held.close()

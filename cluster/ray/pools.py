@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from cluster.config.cluster_config import ClusterConfig
 from cluster.config.revised import revised
-from cluster.discovery.members import ClusterAnnouncer, LateAnnouncer
+from cluster.discovery.members import Announcements, Publish
 from cluster.process.reaper import Reaper, adopt_orphans
 from cluster.process.scratch_dir import Scratch, kill_users
 from cluster.ray.driver_messages import BeginDriver
@@ -89,7 +89,7 @@ class Pools:
         here = None if config.ray.address else ThisMachine(folder, lock, self._exit_status, contact_s=orphan_s)
         self._places = Places(self._driver, here, orphan_s)
         self._launcher = RankLauncher(config, self._places, self._note_processes)
-        self._announcer = LateAnnouncer()
+        self._announcer = Announcements()
         self._control = WorkerCalls(Channels(config.peers))
         self._supervisor = Supervisor(
             launcher=self._launcher,
@@ -116,7 +116,7 @@ class Pools:
         self._tasks = [asyncio.create_task(work) for work in (self._tick(), self._announce_trouble())]
         self._begin_task(self._driver.run())
         if self._left is not None:
-            self._adopt(self._left)
+            await self._adopt(self._left)
             return
         address = self._config.ray.address
         started = self._bars.step(f"connecting to Ray at {address}" if address else "starting Ray")
@@ -126,9 +126,9 @@ class Pools:
             started()
         self._begin_task(self._supervisor.run(self._first_plans(nodes)))
 
-    async def start(self, announcer: ClusterAnnouncer) -> None:
+    async def start(self, publish: Publish) -> None:
         """From now on workers are announced."""
-        await self._announcer.begin(announcer)
+        await self._announcer.begin(publish)
 
     async def ready(self) -> None:
         """Returns when every worker serves in its role; raises the BatonError of one that never will."""
@@ -237,7 +237,7 @@ class Pools:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _adopt(self, left: LivingFleet) -> None:
+    async def _adopt(self, left: LivingFleet) -> None:
         """Goes on with the workers of an earlier process."""
         plans = {plan.worker_id: plan for plan in (*left.plans, *left.leaving)}
         running = {worker_id: RunningWorker(has_served=True) for worker_id in left.have_served}
@@ -248,7 +248,7 @@ class Pools:
                 follow=partial(self._launcher.adopt, plans[living.worker_id], living),
             )  # fmt: skip
             if living.info is not None:
-                self._announcer.addresses[living.worker_id] = living.info.address
+                await self._announcer.announce(living.worker_id, living.info.address)
         self._begin_task(self._supervisor.run(left.plans, running=running, leaving=left.leaving))
 
     def _first_plans(self, nodes: tuple[NodeResources, ...]) -> tuple[WorkerPlan, ...]:

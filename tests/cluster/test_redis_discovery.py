@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.discovery.members import Announcements
 from cluster.discovery.redis_members import FleetKeys, RedisAnnouncer, RedisDiscovery, connect
 from protos.errors import Misconfigured
 from protos.values import WorkerRole
@@ -78,12 +79,31 @@ async def gateway(redis: RedisServer, period_s: float = 0.1) -> AsyncIterator[tu
         await asyncio.wait([following])
 
 
-async def announcer(redis: RedisServer) -> RedisAnnouncer:
-    return RedisAnnouncer(await connect(redis.url), lease_s=LEASE_S)
+class Supervisor(Announcements):
+    """Announces in Redis, as the owner of the fleet."""
+
+    def __init__(self, redis_announcer: RedisAnnouncer) -> None:
+        super().__init__()
+        self.redis = redis_announcer
+
+    async def die(self) -> None:
+        """Without a word."""
+        assert self.redis._keeper is not None
+        self.redis._keeper.cancel()
+        await asyncio.wait([self.redis._keeper])
+        await self.redis._client.aclose()
+
+
+async def supervised(redis: RedisServer, *, token: str = "", orphan_s: float = 0.0) -> Supervisor:
+    made = RedisAnnouncer(await connect(redis.url), token=token, lease_s=LEASE_S, orphan_s=orphan_s)
+    await made.own()
+    supervisor = Supervisor(made)
+    await supervisor.begin(made.publish)
+    return supervisor
 
 
 async def test_workers_are_found_by_gateways_that_were_there_and_by_those_that_come_later(redis: RedisServer) -> None:
-    supervisor = await announcer(redis)
+    supervisor = await supervised(redis)
     # The period is longer than the test may take: what arrives has been published.
     async with gateway(redis, period_s=10 * PATIENCE_S) as (early, _):
         await supervisor.announce("decode-0", "h:1")
@@ -94,11 +114,11 @@ async def test_workers_are_found_by_gateways_that_were_there_and_by_those_that_c
             await late.until(lambda: late.addresses == {"decode-0": "h:2"})
         await supervisor.withdraw("decode-0")
         await early.until(lambda: early.addresses == {})
-    await supervisor.close()
+    await supervisor.redis.close()
 
 
 async def test_gateways_know_what_is_starting_until_it_serves_or_its_supervisor_dies(redis: RedisServer) -> None:
-    supervisor = await announcer(redis)
+    supervisor = await supervised(redis)
     half, most = (Successor(role=WorkerRole.DECODE, loaded=loaded) for loaded in (0.5, 0.95))
     async with gateway(redis) as (members, _):
         await supervisor.announce("decode-0", "h:1")
@@ -111,17 +131,15 @@ async def test_gateways_know_what_is_starting_until_it_serves_or_its_supervisor_
         await supervisor.announce("decode-0", "h:1")  # a successor at its predecessor's port
         await members.until(lambda: members.joins == ["decode-0 h:1"] * 2)
         assert members.successors == {"prefill-0": half}
-        supervisor._keeper.cancel()  # the supervisor dies without a word
+        await supervisor.die()
         await members.until(lambda: members.successors == {})
         assert "prefill-0" not in members.addresses
-    await asyncio.wait([supervisor._keeper])
-    await supervisor._client.aclose()
 
 
 async def test_gateways_know_what_is_wrong_behind_the_workers_until_it_is_right_or_its_supervisor_dies(
     redis: RedisServer,
 ) -> None:
-    supervisor = await announcer(redis)
+    supervisor = await supervised(redis)
     async with gateway(redis, period_s=10 * PATIENCE_S) as (early, _):  # what arrives has been published
         await supervisor.set_degraded("Ray's raylet has ended")
         await early.until(lambda: early.degraded == "Ray's raylet has ended")
@@ -130,10 +148,8 @@ async def test_gateways_know_what_is_wrong_behind_the_workers_until_it_is_right_
     async with gateway(redis) as (members, _):
         await supervisor.set_degraded("Ray's raylet has ended")
         await members.until(lambda: members.degraded == "Ray's raylet has ended")
-        supervisor._keeper.cancel()
+        await supervisor.die()
         await members.until(lambda: members.degraded == "")
-    await asyncio.wait([supervisor._keeper])
-    await supervisor._client.aclose()
 
 
 async def test_a_gateway_learns_a_runs_token_with_each_address_before_the_worker_joins(redis: RedisServer) -> None:
@@ -146,64 +162,67 @@ async def test_a_gateway_learns_a_runs_token_with_each_address_before_the_worker
             super().add_worker(address, worker_id=worker_id)
 
     members = Joins()
-    ours = RedisAnnouncer(await connect(redis.url), token="a-token-of-this-run", lease_s=LEASE_S)
-    configured = await announcer(redis)
+    ours = await supervised(redis, token="a-token-of-this-run")
     await ours.announce("decode-0", "h:1")
-    await configured.announce("prefill-0", "h:2")
     discovery = RedisDiscovery(
         await connect(redis.url), learn=lambda *learned: told.append(learned), period_s=0.1, lease_s=LEASE_S
     )
     following = asyncio.create_task(discovery.follow(members))
-    await members.until(lambda: members.addresses == {"decode-0": "h:1", "prefill-0": "h:2"})
-    for learned, joined in ((("h:1", "a-token-of-this-run"), ("decode-0", "h:1")), (("h:2", ""), ("prefill-0", "h:2"))):
-        assert told.index(learned) < told.index(joined)
+    await members.until(lambda: members.addresses == {"decode-0": "h:1"})
+    assert told.index(("h:1", "a-token-of-this-run")) < told.index(("decode-0", "h:1"))
     await ours.withdraw("decode-0")
-    await members.until(lambda: members.addresses == {"prefill-0": "h:2"})
+    await members.until(lambda: members.addresses == {})
     assert members.left == ["decode-0"]
     assert ("h:1", "") in told, "a gateway keeps no token of a worker that has left"
+    await ours.redis.close()
+    configured = await supervised(redis)
+    await configured.announce("prefill-0", "h:2")
+    await members.until(lambda: members.addresses == {"prefill-0": "h:2"})
+    assert told.index(("h:2", "")) < told.index(("prefill-0", "h:2"))
     following.cancel()
     await asyncio.wait([following])
-    await ours.close()
-    await configured.close()
+    await configured.redis.close()
 
 
 async def test_a_lease_is_renewed_and_ends_with_its_announcer(redis: RedisServer) -> None:
-    supervisor, other = await announcer(redis), await announcer(redis)
+    supervisor = await supervised(redis)
     await supervisor.announce("decode-0", "h:1")
-    await other.announce("prefill-0", "h:2")
     async with gateway(redis) as (members, _):
-        await members.until(lambda: len(members.addresses) == 2)
-        supervisor._keeper.cancel()  # it dies without a word
-        await members.until(lambda: members.addresses == {"prefill-0": "h:2"})
-        assert members.left == ["decode-0"]
-        await other.close()
+        await members.until(lambda: len(members.addresses) == 1)
+        client = await connect(redis.url)
+        left_ms = await client.pttl(KEYS.announced)
+        async with asyncio.timeout(PATIENCE_S):
+            while (now_ms := await client.pttl(KEYS.announced)) <= left_ms:  # until it is renewed
+                left_ms = now_ms
+        await client.aclose()
+        await supervisor.die()
         await members.until(lambda: members.addresses == {})
-    await asyncio.wait([supervisor._keeper])
-    await supervisor._client.aclose()
+        following = await supervised(redis)
+        await following.announce("prefill-0", "h:2")
+        await members.until(lambda: members.addresses == {"prefill-0": "h:2"})
+        await following.redis.close()
+        await members.until(lambda: members.addresses == {})
 
 
 async def test_workers_that_outlive_their_supervisor_stay_and_its_absence_is_named(redis: RedisServer) -> None:
-    supervisor = RedisAnnouncer(await connect(redis.url), lease_s=LEASE_S, orphan_s=10 * PATIENCE_S)
-    await supervisor.own()
+    supervisor = await supervised(redis, orphan_s=10 * PATIENCE_S)
     await supervisor.announce("decode-0", "h:1")
     async with gateway(redis) as (members, _):
         await members.until(lambda: members.addresses == {"decode-0": "h:1"})
         assert members.degraded == ""
-        supervisor._keeper.cancel()  # it dies without a word
+        await supervisor.die()
         await members.until(lambda: "baton pools" in members.degraded)
         assert members.addresses == {"decode-0": "h:1"}
-        successor = await announcer(redis)
+        successor = RedisAnnouncer(await connect(redis.url), lease_s=LEASE_S)
         await successor.own()
         await members.until(lambda: members.degraded == "")
+        assert members.addresses == {"decode-0": "h:1"}, "it has announced nothing yet"
         await successor.close()
-    await asyncio.wait([supervisor._keeper])
-    await supervisor._client.aclose()
 
 
 async def test_a_fleet_has_one_owner_and_the_latest_one_keeps_it(redis: RedisServer) -> None:
     """A second `baton pools` would take the workers from the first, which would start them again."""
-    first, second = await announcer(redis), await announcer(redis)
-    await first.own()
+    first, second = await supervised(redis), RedisAnnouncer(await connect(redis.url), lease_s=LEASE_S)
     await first.announce("decode-0", "h:1")
     with pytest.raises(Misconfigured) as refused:
         await second.own()
@@ -211,31 +230,33 @@ async def test_a_fleet_has_one_owner_and_the_latest_one_keeps_it(redis: RedisSer
     client = await connect(redis.url)
     await client.set(KEYS.owner, "another")  # while the first stood still
     async with asyncio.timeout(PATIENCE_S):
-        await first.replaced.wait()
-    await first.close(withdraw=False)
-    assert await client.get(KEYS.owner) == "another"
+        await first.redis.replaced.wait()
+    await client.set(KEYS.announced, "{}")
+    await first.redis.close(withdraw=False)
+    assert (await client.get(KEYS.owner), await client.get(KEYS.announced)) == ("another", "{}")
     await client.aclose()
     await second.close()
 
 
 async def test_a_successors_word_is_not_taken_back(redis: RedisServer) -> None:
-    old, new = await announcer(redis), await announcer(redis)
+    old = await supervised(redis)
     async with gateway(redis) as (members, _):
         await old.announce("decode-0", "h:1")
         await members.until(lambda: members.addresses == {"decode-0": "h:1"})
-        old._keeper.cancel()
-        await asyncio.wait([old._keeper])
+        await old.die()
+        new = await supervised(redis)
         await new.announce("decode-0", "h:2")
         await members.until(lambda: members.addresses == {"decode-0": "h:2"})
-        await old.close()
+        old.redis._client = await connect(redis.url)
+        await old.redis.close()
         await new.announce("prefill-0", "h:3")
         await members.until(lambda: "prefill-0" in members.addresses)
         assert members.addresses["decode-0"] == "h:2"
-    await new.close()
+        await new.redis.close()
 
 
 async def test_workers_are_kept_while_redis_is_away_and_after_it_forgot_them(redis: RedisServer) -> None:
-    supervisor = await announcer(redis)
+    supervisor = await supervised(redis)
     async with gateway(redis) as (members, discovery):
         await supervisor.announce("decode-0", "h:1")
         await members.until(lambda: members.addresses == {"decode-0": "h:1"})
@@ -258,7 +279,7 @@ async def test_workers_are_kept_while_redis_is_away_and_after_it_forgot_them(red
         await supervisor.announce("decode-1", "h:3")
         await members.until(lambda: "decode-1" in members.addresses)
         assert members.left == []
-    await supervisor.close()
+    await supervisor.redis.close()
 
 
 async def test_a_redis_that_is_not_there_is_refused_at_the_start_without_its_password(tmp_path: Path) -> None:
@@ -269,17 +290,16 @@ async def test_a_redis_that_is_not_there_is_refused_at_the_start_without_its_pas
 
 
 async def test_what_others_write_to_its_keys_costs_nobody_a_worker(redis: RedisServer) -> None:
-    supervisor, client = await announcer(redis), await connect(redis.url)
-    await client.sadd(KEYS.worker.ids, b"\xff\xfe", "odd")
-    await client.set(KEYS.worker.key + "odd", b"\xff\xfe")
-    await client.sadd(KEYS.starting.ids, b"\xff\xfe", "odd")
-    await client.set(KEYS.starting.key + "odd", b"\xff\xfe")
+    supervisor, client = await supervised(redis), await connect(redis.url)
     async with gateway(redis) as (members, discovery):
         await supervisor.announce("decode-0", "h:1")
         await members.until(lambda: members.addresses.get("decode-0") == "h:1")
-        assert discovery.trouble == ""
+        await client.set(KEYS.announced, b"\xff\xfe")
+        await supervisor.announce("decode-1", "h:2")
+        await members.until(lambda: "decode-1" in members.addresses)
+        assert (members.left, discovery.trouble) == ([], "")
     await client.aclose()
-    await supervisor.close()
+    await supervisor.redis.close()
 
 
 async def test_the_password_may_be_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

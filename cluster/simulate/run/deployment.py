@@ -308,8 +308,6 @@ class SimulatedDeployment:
         for gateway in self.gateways:
             await gateway.fleet.remove_worker(worker_id)
 
-    async def close(self) -> None: ...
-
     async def check_health(self, address: str) -> None:
         client = self._client(address)
         try:

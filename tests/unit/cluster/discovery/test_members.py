@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from cluster.discovery.members import DirectAnnouncer, StaticDiscovery
+from cluster.discovery.members import AnnouncedMembers, Announcements, StaticDiscovery
 from protos.errors import WorkerLost
 from protos.values import WorkerRole
 from router.fleet.successors import Successor
@@ -32,17 +32,21 @@ class Joined:
 
 
 async def test_in_one_process_announced_means_joined() -> None:
-    members = Joined()
-    announcer = DirectAnnouncer(members)
+    members, announcer = Joined(), Announcements()
     loading = Successor(role=WorkerRole.DECODE, loaded=0.4)
+    await announcer.announce("prefill-0", "h:9")
+    await announcer.begin(AnnouncedMembers(members).publish)
+    assert members.addresses == {"prefill-0": "h:9"}, "announced before the gateway was there"
     await announcer.starting("decode-0", loading)
     assert members.successors == {"decode-0": loading}
     await announcer.announce("decode-0", "h:1")
     await announcer.announce("decode-0", "h:2")
-    assert members.addresses == {"decode-0": "h:2"}
+    assert members.addresses == {"prefill-0": "h:9", "decode-0": "h:2"}
     await announcer.withdraw("decode-0")
-    assert members.addresses == {}
-    await announcer.close()
+    assert members.addresses == {"prefill-0": "h:9"}
+    announcer.end()
+    await announcer.withdraw("prefill-0")
+    assert members.addresses == {"prefill-0": "h:9"}, "left to the next process"
 
 
 async def test_a_worker_at_a_given_address_joins_under_its_own_name_once_it_answers() -> None:

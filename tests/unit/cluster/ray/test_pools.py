@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from cluster.config.cluster_config import ClusterConfig
+from cluster.discovery.members import Announced
 from cluster.ray import driver_process, pools
 from cluster.ray.pools import Pools
 from cluster.ray.ray_session import short_folder
@@ -73,17 +74,9 @@ class Announcements:
     def __init__(self) -> None:
         self.degraded: list[str] = []
 
-    async def starting(self, *_: object) -> None: ...
-
-    async def announce(self, *_: object) -> None: ...
-
-    async def withdraw(self, *_: object) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def set_degraded(self, reason: str) -> None:
-        self.degraded.append(reason)
-        if reason:
+    async def publish(self, announced: Announced) -> None:
+        self.degraded.append(announced.degraded)
+        if announced.degraded:
             raise RuntimeError("no room")
 
 
@@ -115,12 +108,12 @@ async def test_an_announcement_that_fails_does_not_keep_the_next_one(
     """The process seemed to hang, and was killed."""
     workers, announcements = make(), Announcements()
     await workers.prepare()
-    await workers.start(announcements)
+    await workers.start(announcements.publish)
     workers._driver.doubt("Ray is lost")
-    await until(lambda: bool(announcements.degraded))
+    await until(lambda: any(announcements.degraded))
     workers._driver.doubt("")
     await until(lambda: not announcements.degraded[-1])
-    assert announcements.degraded[0].startswith("Ray is lost")
+    assert any(reason.startswith("Ray is lost") for reason in announcements.degraded)
 
 
 async def test_a_new_size_without_ray_is_refused_until_it_is_back(make: Callable[..., Pools]) -> None:
