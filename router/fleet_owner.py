@@ -21,8 +21,8 @@ from protos.values import WorkerRole
 
 
 class RequestSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One request. Moments by the clock of its gateway's event loop, None until then. `failed`: it ended without an
-    answer, and not because its client left."""
+    """Times are by the clock of the gateway's event loop, None until then. `failed`: it ended without an answer
+    although its client stayed."""
 
     received_s: float
     first_s: float | None
@@ -35,8 +35,7 @@ class RequestSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class WorkerSight(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's latest load. `num_kv_tokens`: the tokens that its KV memory holds; `decode_step_s` and
-    `prefill_tokens_per_s` are 0 while they are unknown."""
+    """A worker's latest load. `num_kv_tokens` fit into its KV memory; speeds are 0 while unknown."""
 
     worker_id: str
     role: WorkerRole
@@ -50,11 +49,7 @@ class WorkerSight(msgspec.Struct, frozen=True, kw_only=True):
 
 class GatewaySight(msgspec.Struct, frozen=True, kw_only=True):
     """One gateway process's view of the `covered_s` seconds before `now_s`, by its event loop's clock.
-
-    - `num_arrived`: requests that came, refused ones included
-    - `num_waiting`: requests in line now
-    - `samples`: the requests that ended or run; of many an even part
-    """
+    `num_arrived` includes refused requests; `samples` are an even part of the requests if there are many."""
 
     gateway_id: str
     now_s: float
@@ -66,8 +61,8 @@ class GatewaySight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CapacityNews(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply to a gateway's report. `period_s`: until its next report is due; `window_s`: seconds that it shall
-    cover, 0 while no one needs any."""
+    """`period_s`: seconds until the next report is due. `window_s`: seconds that it covers, 0 if it is not
+    needed."""
 
     period_s: float
     window_s: float
@@ -83,8 +78,8 @@ class SeenSight(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeighedCounts:
-    """A fleet that the planner weighed. `attainment`: the share of the requests that it would serve in time; `cost` in
-    device seconds over the planner's horizon, with those of getting there."""
+    """A fleet that the planner weighed. `attainment`: the share of requests served in time. `cost`: device seconds
+    over the horizon, changes included."""
 
     counts: dict[WorkerRole, int]
     attainment: float
@@ -93,11 +88,9 @@ class WeighedCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityDecision:
-    """One decision of the planner. `at_s`: seconds since 1970. `counts`: the fleet that it wants, `desired` the one
-    before. `change`: the number of the change that it ordered, 0 for none; `refused`: why its order was not taken.
-
-    `attainment`, `arrival_rate` (requests a second) and `num_waiting` are what clients saw.
-    """
+    """`counts`: the fleet that the planner wants; `desired`: the one before. `change`: the number of the ordered
+    change, 0 for none. `at_s`: seconds since 1970. `attainment`, `arrival_rate` (requests a second) and
+    `num_waiting` are what clients saw."""
 
     at_s: float
     desired: dict[WorkerRole, int]
@@ -113,9 +106,8 @@ class CapacityDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerReport:
-    """A planner at work. Objectives in seconds; `least` and `most` workers by role. `manual_until_s`: an operator's
-    change is left alone until then (seconds since 1970; 0: there is none). `silent`: gateways whose reports are late;
-    while there are some, no worker goes. `decisions`: the latest, oldest first."""
+    """Objectives are seconds, `least` and `most` workers by role. The planner leaves an operator's change alone
+    until `manual_until_s` (seconds since 1970, 0 for none), and removes no worker while gateways are `silent`."""
 
     ttft_s: float
     tpot_s: float
@@ -151,9 +143,8 @@ class ChangeState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """The difference of what workers serve from the settings with which their cluster was started: the path of
-    another model, or "", and worker settings by path. `name` is made from all of it and from the model's `files`;
-    "" for the first revision."""
+    """The difference of the workers from their cluster's first settings. `name` is made from all of it; "" for the
+    first revision."""
 
     name: str = ""
     model: str = ""
@@ -170,8 +161,6 @@ class Revision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredFleet:
-    """How many workers of each role there should be, and the revision of model and settings that they have."""
-
     counts: dict[WorkerRole, int]
     revision: Revision = field(default_factory=Revision)
 
@@ -186,13 +175,10 @@ class DesiredFleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOrder:
-    """A requested change. SCALE: `counts` of the named roles; the others stay. FLIP: `worker_id` gets the `role`.
-    WAKE: the fleet before it fell asleep; nothing if it is awake. ROLL: every worker is replaced by one with another
-    `model` (its path; `files`: the fingerprint of its files) or other `settings` by path, `surge` more workers of each
-    pool than there should be at a time. ABORT: the workers before the roll that is under way.
-
-    `who` and `why` are for people.
-    """
+    """`who` and `why` are for people. SCALE sets the `counts` of the named roles. FLIP gives `worker_id` the
+    `role`. WAKE restores the fleet before it fell asleep. ROLL replaces every worker by one with another `model`
+    (its path; `files`: the fingerprint of its files) or other `settings`, with `surge` extra workers of each pool
+    at a time. ABORT ends the roll."""
 
     kind: OrderKind
     counts: dict[WorkerRole, int] = field(default_factory=dict)
@@ -208,8 +194,7 @@ class FleetOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollProgress:
-    """A roll that is under way: the number of its change, and how many workers of each role have and have not the
-    revision `to`."""
+    """How many workers of each role have the revision `to`, and how many do not."""
 
     number: int
     to: Revision
@@ -219,8 +204,8 @@ class RollProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetChange:
-    """A change of the desired fleet, with its outcome. `at_s` and `ended_s`: seconds since 1970, the latter 0 while it
-    is under way. `worker_id`: the worker that changes its role. `reason`: why it failed, or what replaced it."""
+    """`at_s`, `ended_s`: seconds since 1970, 0 while the change is under way. `reason`: why it failed, or what
+    replaced it."""
 
     number: int
     kind: OrderKind
@@ -237,10 +222,8 @@ class FleetChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetReport:
-    """The owner's state. `serving` counts workers that serve in their role. `waiting_for` names what is missing until
-    the desired fleet is reached, a phrase each. `start_s`: how long a worker's start took lately, 0 while unknown.
-    `changes` are the latest, oldest first. `rolling`: the roll that is under way. `planner`: the planner that follows
-    the load, None without one."""
+    """`serving` counts workers that serve in their role. `waiting_for`: what is missing until the desired fleet is
+    reached. `start_s`: the duration of a worker's latest start, 0 while unknown. `changes`: oldest first."""
 
     desired: DesiredFleet
     serving: dict[WorkerRole, int]

@@ -95,7 +95,7 @@ class Gateway:
         """The limits of a body whose model is not known yet."""
         if not self.models:
             return self.card
-        cards = [one.card for one in self.models]
+        cards = [gateway.card for gateway in self.models]
         return replace(
             self.card,
             max_model_len=max(card.max_model_len for card in cards),
@@ -129,48 +129,50 @@ class Gateway:
     def serving(self, name: str, track: Track | None = None) -> Gateway:
         """Returns the gateway of one request to this model or adapter, with the texts of the revision that serves it;
         the `track` counts in its metrics from now on. Raises UnknownModel."""
-        one, adapter = self._named(name)
+        gateway, adapter = self._named(name)
         if track is not None:
-            track.belongs_to(one.metrics)
-        texts = one.texts if one.revisions is None else one.revisions.current()
+            track.belongs_to(gateway.metrics)
+        texts = gateway.texts if gateway.revisions is None else gateway.revisions.current()
         if adapter is not None:
             texts = replace(texts, card=texts.card.of_adapter(name, adapter.adapter_id))
-        return one if texts is one.texts else replace(one, texts=texts)
+        return gateway if texts is gateway.texts else replace(gateway, texts=texts)
 
     def _named(self, name: str) -> tuple[Gateway, Adapter | None]:
         """Raises UnknownModel."""
-        found = self._found(name)
-        if found is None:
-            served = listed([f"'{name}'" for one in self.each for name in (one.card.name, *one.fleet.adapters())])
+        match = self._found(name)
+        if match is None:
+            served = listed(
+                [f"'{name}'" for gateway in self.each for name in (gateway.card.name, *gateway.fleet.adapters())]
+            )
             raise UnknownModel(f"The model '{name[:100]}' does not exist: this server serves {served}", param="model")
-        return found
+        return match
 
     def _found(self, name: str) -> tuple[Gateway, Adapter | None] | None:
         """Models come before adapters, adapters before aliases."""
-        for one in self.each:
-            if name == one.card.name:
-                return one, None
-        for one in self.each:
-            if (adapter := one.fleet.adapters().get(name)) is not None:
-                return one, adapter
-        for one in self.each:
-            if any(fnmatchcase(name, _pattern(alias)) for alias in one.card.aliases):
-                return one, None
+        for gateway in self.each:
+            if name == gateway.card.name:
+                return gateway, None
+        for gateway in self.each:
+            if (adapter := gateway.fleet.adapters().get(name)) is not None:
+                return gateway, adapter
+        for gateway in self.each:
+            if any(fnmatchcase(name, _pattern(alias)) for alias in gateway.card.aliases):
+                return gateway, None
         return None
 
     def owner(self, model: str) -> Gateway:
         """The gateway of one of the models behind this address, which knows the others."""
         if not self.models:
             return self
-        return next(one for one in self.models if one.card.name == model).among(self.models)
+        return next(gateway for gateway in self.models if gateway.card.name == model).among(self.models)
 
     def among(self, models: Sequence[Gateway]) -> Gateway:
         """This gateway beside the other models; it answers for its own model only."""
-        return replace(self, beside=tuple(one for one in models if one is not self))
+        return replace(self, beside=tuple(gateway for gateway in models if gateway is not self))
 
     def check_batch_model(self, name: str) -> None:
         """Raises UnknownModel."""
-        if not self.serves(name) and any(one.serves(name) for one in self.beside):
+        if not self.serves(name) and any(gateway.serves(name) for gateway in self.beside):
             raise UnknownModel(
                 f"a batch is of one model, that of its first request ({self.card.name}): give requests for "
                 f"{name[:100]} a batch of their own",
@@ -180,13 +182,13 @@ class Gateway:
 
     def check_adapter_name(self, name: str) -> None:
         """Raises InvalidRequest for a name that is taken."""
-        for one in (*self.each, *self.beside):
-            if name == one.card.name:
-                taken = f"is the name of the model {'itself' if one.fleet is self.fleet else 'beside this one'}"
-            elif name in one.card.aliases:
-                taken = f"is an alias of the model {one.card.name}"
-            elif one.fleet is not self.fleet and name in one.fleet.adapters():
-                taken = f"is an adapter of the model {one.card.name}"
+        for gateway in (*self.each, *self.beside):
+            if name == gateway.card.name:
+                taken = f"is the name of the model {'itself' if gateway.fleet is self.fleet else 'beside this one'}"
+            elif name in gateway.card.aliases:
+                taken = f"is an alias of the model {gateway.card.name}"
+            elif gateway.fleet is not self.fleet and name in gateway.fleet.adapters():
+                taken = f"is an adapter of the model {gateway.card.name}"
             else:
                 continue
             raise InvalidRequest(f"{name!r} {taken}: give the adapter another one", param="name")

@@ -12,9 +12,9 @@ LINES_A_PERIOD = 2  # the beginning of an outage, and its end
 
 
 class OutageLog:
-    """Logs when something is lost and when it is back, at most `LINES_A_PERIOD` lines in `PERIOD_S`. Call `lost` at
-    every failure and `back` at every success: a change that was not logged in its time is logged later, unless it was
-    undone meanwhile. `reason` is the last failure's, "" while there is none."""
+    """Logs an outage and its end, at most `LINES_A_PERIOD` lines in `PERIOD_S`. Call `lost` at every failure and
+    `back` at every success; a change is logged late unless it was undone meanwhile. `reason` is the last failure's,
+    "" after a success."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log

@@ -133,10 +133,7 @@ def open_texts(config: RouterConfig, *, model: Path | None = None, max_model_len
 
 
 class RevisionTexts:
-    """The texts of each revision that the fleet has had, by its name.
-
-    The first revision, "", is the one with which the gateway was started.
-    """
+    """The texts of each revision of the fleet, by its name. The first one is ""."""
 
     def __init__(self, config: RouterConfig, first: ModelTexts) -> None:
         self._config = config

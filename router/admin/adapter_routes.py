@@ -45,10 +45,10 @@ def _report(name: str, report: AdapterReport) -> Response:
 def _rows(gateway: Gateway) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for worker in gateway.fleet.status():
-        for one in worker.info.adapters if worker.info is not None else ():
+        for adapter in worker.info.adapters if worker.info is not None else ():
             row = {
-                "name": one.name, "adapter_id": one.adapter_id, "path": one.path, "rank": one.rank,
-                "num_bytes": one.num_bytes, "workers": [],
+                "name": adapter.name, "adapter_id": adapter.adapter_id, "path": adapter.path, "rank": adapter.rank,
+                "num_bytes": adapter.num_bytes, "workers": [],
             }  # fmt: skip
-            rows.setdefault((one.name, one.adapter_id, one.path), row)["workers"].append(worker.worker_id)
+            rows.setdefault((adapter.name, adapter.adapter_id, adapter.path), row)["workers"].append(worker.worker_id)
     return [rows[key] for key in sorted(rows)]

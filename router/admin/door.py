@@ -13,9 +13,9 @@ SECOND: Schema = {"type": "integer", "minimum": 0, "maximum": LATEST_S}
 
 def seconds_of(request: Request, name: str, default: int) -> int:
     """Whole seconds since 1970. Raises InvalidRequest."""
-    given = request.query_params.get(name)
-    if given is None:
+    value = request.query_params.get(name)
+    if value is None:
         return default
-    if not given.isdecimal() or len(given) > 12 or int(given) > LATEST_S:
-        raise InvalidRequest(f"{name}={given[:40]}: give whole seconds since 1970", param=name)
-    return int(given)
+    if not value.isdecimal() or len(value) > 12 or int(value) > LATEST_S:
+        raise InvalidRequest(f"{name}={value[:40]}: give whole seconds since 1970", param=name)
+    return int(value)

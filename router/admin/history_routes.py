@@ -15,5 +15,5 @@ from router.request_metrics import GAP_SECONDS, SECONDS
 async def history(gateway: Gateway, request: Request) -> Response:
     """`since` leaves out periods that ended then or before."""
     periods = gateway.history.since(seconds_of(request, "since", 0))
-    points = [view(one, SECONDS, GAP_SECONDS) for one in periods]
+    points = [view(period, SECONDS, GAP_SECONDS) for period in periods]
     return json_response({"period_s": PERIOD_S, "points": points})

@@ -34,16 +34,16 @@ async def kv(gateway: Gateway, request: Request) -> Response:
     """`tickets`, `lanes` and `tiers` are null for a worker that does not answer in time."""
     workers = gateway.fleet.status()
     replies = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
-    tickets = [ticket for one in replies if one is not None for ticket in one["tickets"]]
-    kept = [ticket for ticket in tickets if ticket.direction == "in"]
+    tickets = [ticket for reply in replies if reply is not None for ticket in reply["tickets"]]
+    reserved = [ticket for ticket in tickets if ticket.direction == "in"]
     return json_response(
         {
             "num_tickets": len(tickets),
-            "num_bytes_reserved": sum(ticket.num_bytes for ticket in kept),
+            "num_bytes_reserved": sum(ticket.num_bytes for ticket in reserved),
             "oldest_s": max((ticket.age_s for ticket in tickets), default=0.0),
             "workers": [
-                {"worker_id": worker.worker_id, "state": worker.state} | (one or SILENT)
-                for worker, one in zip(workers, replies, strict=True)
+                {"worker_id": worker.worker_id, "state": worker.state} | (reply or SILENT)
+                for worker, reply in zip(workers, replies, strict=True)
             ],
         }
     )
@@ -78,5 +78,5 @@ def _timeout_s(given: str | None) -> float:
 
 async def _lane(fleet: Fleet, source: str, destination: str) -> tuple[str, float]:
     """Returns "" and 0 while there is no lane."""
-    lanes = [one for one in (await fleet.stats(source)).lanes if one.peer.partition("#")[0] == destination]
+    lanes = [lane for lane in (await fleet.stats(source)).lanes if lane.peer.partition("#")[0] == destination]
     return (lanes[0].transport, lanes[0].busy_s) if lanes else ("", 0.0)

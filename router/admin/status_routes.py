@@ -27,7 +27,7 @@ STAND_INS = {
 async def status(gateway: Gateway, request: Request) -> Response:
     summary: dict[str, Any] = {
         "model": gateway.card.name, "ready": gateway.ready(), "reason": not_ready(gateway),
-        "models": [one.card.name for one in gateway.each], "asleep": gateway.fleet.asleep(),
+        "models": [model.card.name for model in gateway.each], "asleep": gateway.fleet.asleep(),
     }  # fmt: skip
     cards = gateway.revisions.cards if gateway.revisions is not None else {"": gateway.card}
     summary["digests"] = {revision: card.digests for revision, card in cards.items()}
@@ -37,7 +37,7 @@ async def status(gateway: Gateway, request: Request) -> Response:
     summary["capacity"], *replies = await asyncio.gather(
         desired_fleet(gateway), *(held(gateway, worker.worker_id) for worker in workers)
     )
-    kv = {worker.worker_id: one for worker, one in zip(workers, replies, strict=True)}
+    kv = {worker.worker_id: reply for worker, reply in zip(workers, replies, strict=True)}
     return json_response(summary | {"workers": workers, "kv": kv, "processes": gateway.replica_ports})
 
 
@@ -55,7 +55,7 @@ def degraded(gateway: Gateway) -> str:
     shared = own_troubles(gateway)
     if not gateway.models:
         return "; ".join(filter(None, (gateway.fleet.degraded(), *shared, missing(gateway))))
-    own = [f"{one.card.name}: {fault}" for one in gateway.models for fault in _own_faults(one)]
+    own = [f"{model.card.name}: {fault}" for model in gateway.models for fault in _own_faults(model)]
     return "; ".join(filter(None, (*shared, *own)))
 
 
@@ -74,15 +74,15 @@ def _own_faults(gateway: Gateway) -> Sequence[str]:
 def not_ready(gateway: Gateway) -> str:
     """Returns why a request would not be served now, or ""."""
     if gateway.models:
-        each = {one.card.name: not_ready(one) for one in gateway.models}
+        each = {model.card.name: not_ready(model) for model in gateway.models}
         return "; ".join(f"{name}: {why}" for name, why in each.items()) if all(each.values()) else ""
     if gateway.fleet.ready():
         return ""
     if asleep := gateway.fleet.asleep():
         return asleep
     workers = gateway.fleet.status()
-    away = [one for one in workers if one.state != "ready"]
-    reasons = [_described(one) for one in away]
+    away = [worker for worker in workers if worker.state != "ready"]
+    reasons = [_described(worker) for worker in away]
     return "; ".join(reasons) or "no worker has joined yet"
 
 
@@ -92,15 +92,15 @@ def missing(gateway: Gateway, workers: Sequence[WorkerView] | None = None) -> st
         return ""
     if workers is None:
         workers = gateway.fleet.status()
-    unmet = "; ".join(_described(one) for one in workers if one.info is None)
+    unmet = "; ".join(_described(worker) for worker in workers if worker.info is None)
     reasons = [f"never met: {unmet}"] if unmet else []
     for role, meanwhile in STAND_INS.items():
-        pool = [one for one in workers if one.info is not None and one.info.role is role]
-        if pool and not any(one.state == "ready" for one in pool):
-            away = "; ".join(_described(one) for one in pool)
+        pool = [worker for worker in workers if worker.info is not None and worker.info.role is role]
+        if pool and not any(worker.state == "ready" for worker in pool):
+            away = "; ".join(_described(worker) for worker in pool)
             reasons.insert(0, f"no {role} worker is ready, {meanwhile}: {away}")
         else:
-            reasons += [_described(one) for one in pool if one.state == "lost"]
+            reasons += [_described(worker) for worker in pool if worker.state == "lost"]
     return "; ".join(reasons)
 
 

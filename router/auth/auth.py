@@ -29,11 +29,8 @@ LOOK_S = 2.0
 
 
 class AccessControl:
-    """A gateway's access control. `path` is the file of tenants; without one every request is allowed.
-
-    The constructor raises Misconfigured for an unreadable file. If the file becomes bad later, the last good version
-    stays in force; a metric and the log report it.
-    """
+    """Without `path`, the file of tenants, every request is allowed. The constructor raises Misconfigured for an
+    unreadable file; if it becomes bad later, the last good version stays in force, and metric and log report it."""
 
     def __init__(
         self,
@@ -156,10 +153,10 @@ class AccessControl:
         if self._path is None:
             return None
         try:
-            found = self._path.stat()
+            stat = self._path.stat()
         except OSError:
             return None
-        return (found.st_ino, found.st_mtime_ns, found.st_size)
+        return (stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
 
 @contextmanager

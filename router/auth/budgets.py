@@ -1,8 +1,7 @@
 """Budgets of tenants for a month or a day: more than a soft budget is shown, more than a hard one is refused.
 
-The ledger's sums (`know`) come every few seconds; between two of them this process adds what it charged (`add`). What
-its running requests may cost at most is set aside. So a hard budget may be exceeded by the last request that begins,
-and by what other processes have running or charged since.
+The ledger's sums (`know`) come every few seconds; between them this process adds its own charges (`add`). A hard budget
+may be exceeded by the last request that begins and by other processes' latest requests.
 """
 
 from __future__ import annotations
@@ -140,11 +139,11 @@ class TenantBudgets(Collector):
     def collect(self) -> Iterable[Metric]:
         spent = GaugeMetricFamily("baton_tenant_spent_usd", "Charged in the budget's period", labels=("tenant",))
         budget = GaugeMetricFamily("baton_tenant_budget_usd", "A tenant's budget", labels=("tenant", "kind"))
-        for one in self.states():
-            spent.add_metric((one.tenant,), one.spent_usd)
-            for kind, usd in (("soft", one.soft_usd), ("hard", one.hard_usd)):
+        for state in self.states():
+            spent.add_metric((state.tenant,), state.spent_usd)
+            for kind, usd in (("soft", state.soft_usd), ("hard", state.hard_usd)):
                 if usd is not None:
-                    budget.add_metric((one.tenant, kind), usd)
+                    budget.add_metric((state.tenant, kind), usd)
         return spent, budget
 
     def _with(self) -> list[Tenant]:

@@ -4,8 +4,7 @@
     spend    ┐ batched and sent every `FLUSH_S`, with a renewal of running requests: a gateway that dies leaves nothing
     leave    ┘ behind for longer than `LEASE_S`
 
-If Redis is lost, every gateway enforces the limits alone from what it has seen (`LocalLimits`), reports it, and
-retries.
+If Redis is lost, each gateway enforces the limits alone (`LocalLimits`), reports it, and retries.
 """
 
 from __future__ import annotations

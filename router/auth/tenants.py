@@ -53,10 +53,8 @@ PERIODS: tuple[str, ...] = ("month", "day")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """None: no limit. A request above `max_priority` is refused; without it any priority is allowed.
-
-    Tenants that share caches can find out, by the time a request takes, that another tenant sent the same prompt.
-    """
+    """None: no limit. Tenants that share caches can learn, by the time of a request, that another tenant sent the
+    same prompt."""
 
     name: str = ANONYMOUS
     weight: float = 1.0
@@ -98,8 +96,7 @@ NOBODY = Tenant()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """Tenants by name and by the hash of each of their keys. An empty roster, which no file has, gives each request the
-    tenant `NOBODY`."""
+    """An empty roster gives each request the tenant `NOBODY`."""
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     by_key: Mapping[str, Tenant] = field(default_factory=dict)
@@ -134,7 +131,7 @@ def is_name(name: str) -> bool:
 def read_roster(path: Path) -> Roster:
     """Raises Misconfigured."""
     try:
-        found = tomllib.loads(read_plain(path, _MAX_BYTES).decode())
+        document = tomllib.loads(read_plain(path, _MAX_BYTES).decode())
     except (OSError, BadCheckpoint) as error:
         wrong = unusable(error) if isinstance(error, OSError) else str(error)
         raise Misconfigured(f"tenants: {path}: {wrong}; `baton key` prints its lines", param="tenants") from error
@@ -142,11 +139,11 @@ def read_roster(path: Path) -> Roster:
         raise Misconfigured(
             f"tenants: {path} is not TOML: {error}; `baton key` prints its lines", param="tenants"
         ) from error
-    _known(found, _TOP, "at the top")
-    share_cache = found.get("share_cache", False)
+    _known(document, _TOP, "at the top")
+    share_cache = document.get("share_cache", False)
     if not isinstance(share_cache, bool):
         raise Misconfigured(f"tenants: share_cache = {share_cache!r}: give true or false", param="share_cache")
-    tables = found.get("tenants", {})
+    tables = document.get("tenants", {})
     if not isinstance(tables, dict):
         raise Misconfigured(f"tenants = {tables!r}: write a table [tenants.NAME] for each", param="tenants")
     tenants: dict[str, Tenant] = {}
@@ -161,7 +158,7 @@ def read_roster(path: Path) -> Roster:
                     param=f"tenants.{name}.keys",
                 )
             by_key[key] = tenant
-    admin_keys = _hashes("admin_keys", found.get("admin_keys", []))
+    admin_keys = _hashes("admin_keys", document.get("admin_keys", []))
     if both := set(admin_keys) & set(by_key):
         name = by_key[min(both)].name
         raise Misconfigured(
@@ -220,8 +217,8 @@ def _tenant(name: str, table: Any, shares_cache: bool) -> tuple[Tenant, list[str
 def _hashes(where: str, given: Any) -> list[str]:
     if not isinstance(given, list):
         raise Misconfigured(f"{where} = {given!r}: give a list of hashes", param=where)
-    for one in given:
-        if not isinstance(one, str) or not _HASH.fullmatch(one):
+    for entry in given:
+        if not isinstance(entry, str) or not _HASH.fullmatch(entry):
             # It may be a key, written here by mistake: it must not go on into logs.
             raise Misconfigured(
                 f"{where}: an entry is not a hash: write sha256: and 64 hex digits, as `baton key` prints them, "

@@ -77,8 +77,8 @@ class PostgresDatabase:
         try:
             with self.writing() as transaction:
                 self._check_version(transaction)
-                found = transaction.run("SELECT 1 AS there FROM pg_namespace WHERE nspname = ?", SCHEMA)
-                if not found:
+                schemas = transaction.run("SELECT 1 AS there FROM pg_namespace WHERE nspname = ?", SCHEMA)
+                if not schemas:
                     transaction.run(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")
                 prepare(transaction)
         except Misconfigured:
@@ -94,10 +94,10 @@ class PostgresDatabase:
 
     def _check_version(self, transaction: Transaction) -> None:
         """Raises Misconfigured."""
-        [found] = transaction.run("SELECT CAST(current_setting('server_version_num') AS BIGINT) / 10000 AS version")
-        if found["version"] < LEAST_VERSION:
+        [server] = transaction.run("SELECT CAST(current_setting('server_version_num') AS BIGINT) / 10000 AS version")
+        if server["version"] < LEAST_VERSION:
             raise Misconfigured(
-                f"{SETTING}: {shown(self._url)} is PostgreSQL {found['version']}: give {LEAST_VERSION} or later",
+                f"{SETTING}: {shown(self._url)} is PostgreSQL {server['version']}: give {LEAST_VERSION} or later",
                 param=SETTING,
             )
 
@@ -154,9 +154,9 @@ class PostgresDatabase:
         connection.execute("SELECT pg_advisory_xact_lock(%s)", (self._key,))
         asked_s = time.time()
         row = connection.execute("SELECT CAST(extract(epoch FROM clock_timestamp()) AS DOUBLE PRECISION) AS now_s")
-        found = row.fetchone()
-        assert found is not None
-        self._ahead_s = found["now_s"] - (asked_s + time.time()) / 2
+        clock = row.fetchone()
+        assert clock is not None
+        self._ahead_s = clock["now_s"] - (asked_s + time.time()) / 2
 
     def _connected(self) -> psycopg.Connection[Row]:
         import psycopg
@@ -164,8 +164,8 @@ class PostgresDatabase:
         from psycopg.rows import dict_row
 
         if self._connection is None or self._connection.closed:
-            given = conninfo_to_dict(self._url)
-            limits = {name: value for name, value in _LIMITS.items() if name not in given}
+            own = conninfo_to_dict(self._url)
+            limits = {name: value for name, value in _LIMITS.items() if name not in own}
             connection = psycopg.connect(self._url, autocommit=True, row_factory=dict_row, **limits)
             try:
                 for name in ("lock_timeout", "idle_in_transaction_session_timeout"):

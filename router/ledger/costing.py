@@ -3,10 +3,8 @@
     prefill   uncached prompt tokens / tokens that its worker reads in a second       * devices of the worker
     decode    answer tokens * time of a step / sequences that its worker runs at once * devices of the worker
 
-The sum over all requests is at most the time that devices computed; the rest of the time that there were devices is
-idle, and is shown as such. A step that computes prompts beside answers counts for the answers.
-
-KV grows evenly: while a prompt is computed from its cached tokens to all, then to the end of the answer.
+The sum over all requests is at most the time that devices computed; the rest is idle. A step that computes prompts
+beside answers counts for the answers. KV is taken to grow evenly.
 
     prefill   bytes of a token * (cached + prompt tokens) / 2         * seconds from its routing to its first token
     decode    bytes of a token * (prompt tokens + answer tokens / 2)  * seconds from its first token to its last
@@ -23,8 +21,6 @@ from router.traces.request_trace import RequestTrace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRate:
-    """Device seconds that a worker spends on a prompt token, and on a token of an answer; bytes of a token's KV."""
-
     prompt_token_s: float = 0.0
     answer_token_s: float = 0.0
     token_bytes: float = 0.0
@@ -32,8 +28,6 @@ class WorkerRate:
 
 @dataclass(slots=True, kw_only=True)
 class RequestWork:
-    """One request's device seconds spent, and spared by prefix caches and by drafts; KV held; drafts verified."""
-
     prefill_s: float = 0.0
     decode_s: float = 0.0
     cache_saved_s: float = 0.0
@@ -56,7 +50,9 @@ def rate_of(worker: WorkerView) -> WorkerRate:
 
 
 def num_devices(workers: Sequence[WorkerView]) -> int:
-    return sum(one.info.layout.tp for one in workers if one.info is not None and one.state in ("ready", "draining"))
+    return sum(
+        worker.info.layout.tp for worker in workers if worker.info is not None and worker.state in ("ready", "draining")
+    )
 
 
 def work_of(

@@ -1,11 +1,11 @@
-"""Rows that have ended and are not in the database yet: in files, which the end of their process does not take along.
+"""Keeps rows that are not in the database yet in files, which outlive their process.
 
     row ─▶ segment A ┐                            ┌─▶ database ─▶ segment A is emptied
                      ├ 0.25 s: B takes the next ──┤
     row ─▶ segment B ┘                            └─ killed: another process writes what A and B have
 
-A row is copied into mapped pages of a file. They survive the end of their process, and not that of the host. A process
-that can lock another's file knows that its owner is gone. A row that is in the database already is not written again.
+A row is copied into mapped pages of a file, which do not survive the end of the host. A process that can lock another's
+file knows that its owner is gone.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RowJournal:
 
     def recover(self, put: Callable[[Sequence[LedgerRow]], int]) -> int:
         """Passes the rows of dead processes to `put` and removes their files."""
-        found = 0
+        num_rows = 0
         for path in sorted(self._folder.glob("*.rows")):
             if path in self._paths:
                 continue
@@ -86,13 +86,13 @@ class RowJournal:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if rows := list(_rows_in(path.read_bytes())):
-                    found += put(rows)
+                    num_rows += put(rows)
                 path.unlink(missing_ok=True)
             except BlockingIOError:
                 pass  # its process lives
             finally:
                 os.close(file)
-        return found
+        return num_rows
 
     def close(self, *, is_written: bool) -> None:
         """Leaves the files to the next process unless all rows are written."""

@@ -98,7 +98,7 @@ def sums(
             f"GROUP BY {places} ORDER BY {places}",
             since_s, width, *values,
         )  # fmt: skip
-    found: list[UsageSum] = []
+    usage: list[UsageSum] = []
     for row in rows:
         start_s = since_s + row["bucket"] * width
         whole = UsageSum(
@@ -107,8 +107,8 @@ def sums(
             group={name: _BATCH[row[name]] if name == "batch" else row[name] for name in names},
             **{name: row[name] for name in ("requests", *SUMMED)},
         )
-        found += _by_kind(whole, row) if "kind" in by else [whole]
-    return found
+        usage += _by_kind(whole, row) if "kind" in by else [whole]
+    return usage
 
 
 def _by_kind(whole: UsageSum, row: Row) -> Iterator[UsageSum]:
@@ -145,7 +145,7 @@ def _source(
     endpoints: Endpoints,
 ) -> tuple[str, Sequence[int | str]]:
     """Takes sums of whole days and hours if a bucket holds them, and single requests for the rest."""
-    widths = [one for one in SUMS if bucket_s is None or (bucket_s % one == 0 and since_s % one == 0)]
+    widths = [width for width in SUMS if bucket_s is None or (bucket_s % width == 0 and since_s % width == 0)]
     parts = _cut(since_s, until_s, widths)
     columns = ", ".join(("at_s", *by)), ", ".join(summed)
     selects = [
@@ -173,9 +173,9 @@ def _cut(since_s: int, until_s: int, widths: Sequence[int]) -> list[tuple[str, i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostReport:
-    """`rows` by group. `fleet_usd`: what all devices cost; `idle_usd`: of that, what no request used.
-    `worker_*_tokens`: what workers computed in these minutes, by their own counts. `rows_from`: single requests are
-    kept from then on; a time before is widened to whole hours."""
+    """`since`, `until`, `rows_from`: seconds since 1970; single requests are kept from `rows_from` on, and earlier
+    times are widened to whole hours. `idle_usd`: the part of `fleet_usd` that no request used. `worker_*_tokens`:
+    the workers' own counts."""
 
     since: int
     until: int

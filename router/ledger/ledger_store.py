@@ -6,10 +6,8 @@
     every 5 s    ─▶ queue ─▶                                           ─▶ worker_tokens: what workers have computed
     every 30 s                                                         ◀─ rows older than they are kept, some at a time
 
-A request is in it once: its id is the key. Requests that a process was answering when it was killed are found among the
-open ones, and are counted as they were noted last; those that had ended are found in its journal. Rows that cannot be
-written are kept in memory, tried again, and counted; beyond `MAX_QUEUED` they are dropped, and counted, too. Notes of
-open requests are not kept meanwhile: a later one replaces them.
+A request's id is its key. Requests of a killed process are counted as noted last, ended ones from its journal.
+Rows that cannot be written wait in memory, `MAX_QUEUED` at most; notes of open requests do not.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest, WorkerCount,
 
 log = logging.getLogger("baton.ledger")
 
-columns_of = attrgetter(*(one.name for one in fields(LedgerRow)))
+columns_of = attrgetter(*(field.name for field in fields(LedgerRow)))
 """A row as `INSERT_ROW` has it; `astuple` takes 16 us."""
-floats_of = attrgetter(*(one.name for one in fields(LedgerRow) if one.type == "float"))
+floats_of = attrgetter(*(field.name for field in fields(LedgerRow) if field.type == "float"))
 """Databases differ in which of infinity and NaN they have, and a sum with one is lost."""
 MAX_QUEUED = 65_536
 GATHER_S = 0.25
@@ -175,22 +173,22 @@ class LedgerStore(Collector):
                 return
 
     def _write_all(self, transaction: Transaction, rows: Sequence[Written], ended: Sequence[LedgerRow]) -> None:
-        running = [one.row for one in rows if isinstance(one, OpenRequest)]
+        running = [row.row for row in rows if isinstance(row, OpenRequest)]
         if not all(math.isfinite(sum(floats_of(row))) for row in (*ended, *running)):
             raise RejectedValue("a number is infinite or none")
         transaction.run_many(INSERT_ROW, [columns_of(row) for row in ended])
-        minutes = [(one.minute, one.devices, one.model) for one in rows if isinstance(one, FleetMinute)]
+        minutes = [(row.minute, row.devices, row.model) for row in rows if isinstance(row, FleetMinute)]
         transaction.run_many(INSERT_DEVICES, minutes)
         counts = [
-            (one.worker, one.incarnation, one.minute, one.prompt_tokens, one.output_tokens, *one.before)
-            for one in rows
-            if isinstance(one, WorkerCount)
+            (row.worker, row.incarnation, row.minute, row.prompt_tokens, row.output_tokens, *row.before)
+            for row in rows
+            if isinstance(row, WorkerCount)
         ]
         transaction.run_many(INSERT_COUNT, counts)
         transaction.run_many(REPLACE_OPEN, [(self._process, *columns_of(row)) for row in running])
         self._noted.update(row.request_id for row in running)
         over = [row.request_id for row in ended if row.request_id in self._noted]
-        transaction.run_many("DELETE FROM open_requests WHERE request_id = ?", [(one,) for one in over])
+        transaction.run_many("DELETE FROM open_requests WHERE request_id = ?", [(request_id,) for request_id in over])
         if minutes or running:
             transaction.run(SEEN, self._process, self._clock())
 
@@ -199,35 +197,35 @@ class LedgerStore(Collector):
         Unavailable."""
         with self.database.writing() as transaction:
             oldest_s = self._clock() - LOST_S
-            found = len(transaction.run(RECOVER, oldest_s))
+            num_rows = len(transaction.run(RECOVER, oldest_s))
             transaction.run(f"DELETE FROM open_requests WHERE process IN ({SILENT})", oldest_s)
             transaction.run("DELETE FROM gateways WHERE seen_s < ?", oldest_s)
         if self._journal is not None:
-            found += self._journal.recover(self._put)
-        self.outcomes["recovered"] += found
-        return found
+            num_rows += self._journal.recover(self._put)
+        self.outcomes["recovered"] += num_rows
+        return num_rows
 
     def _put(self, rows: Sequence[LedgerRow]) -> int:
         """Writes missing rows of a lost process; they replace its notes. Raises Unavailable."""
-        found = 0
+        num_rows = 0
         for row in rows:
             try:
                 with self.database.writing() as transaction:
-                    found += len(transaction.run(f"{INSERT_ROW} RETURNING request_id", *columns_of(row)))
+                    num_rows += len(transaction.run(f"{INSERT_ROW} RETURNING request_id", *columns_of(row)))
                     transaction.run("DELETE FROM open_requests WHERE request_id = ?", row.request_id)
             except RejectedValue as error:
                 log.error("a row of a lost gateway process is dropped: %s: %r", error, row)
                 self.outcomes["dropped"] += 1
-        return found
+        return num_rows
 
     def delete_old(self) -> int:
         """Deletes some expired rows; their sums stay. Returns how many. Blocks. Raises Unavailable."""
         total, oldest_s = 0, (int(self._clock()) // DAY_S - self._keep_days) * DAY_S
         for _ in range(MAX_CHUNKS if self._keep_days else 0):
             with self.database.writing() as transaction:
-                found = delete_chunk(transaction, oldest_s)
-            if not found:
+                num_rows = delete_chunk(transaction, oldest_s)
+            if not num_rows:
                 break
-            total += found
+            total += num_rows
         self.outcomes["deleted"] += total
         return total

@@ -32,7 +32,7 @@ SUMS = {86_400: "days", 3600: "hours"}
 """Tables of sums by their seconds, the longest first. `at_s` is when the day or hour (UTC) began."""
 
 _TYPES = {"str": "TEXT", "int": "BIGINT", "float": "DOUBLE PRECISION"}
-_KINDS = {one.name: str(one.type) for one in fields(LedgerRow)}
+_KINDS = {field.name: str(field.type) for field in fields(LedgerRow)}
 WHOLE = frozenset(name for name, kind in _KINDS.items() if kind == "int")
 _NAMES = ", ".join(_KINDS)
 _MARKS = ", ".join("?" * len(_KINDS))
@@ -55,9 +55,9 @@ def prepare(transaction: Transaction) -> None:
     for table, columns in _tables(transaction).items():
         transaction.run(f"CREATE TABLE IF NOT EXISTS {table} ({columns}){_rowid(transaction)}")
     for table in ("requests", "open_requests"):
-        known = transaction.columns(table)
+        existing = transaction.columns(table)
         for name, kind in _KINDS.items():
-            if name not in known:
+            if name not in existing:
                 column = f"{name} {_TYPES[kind]} NOT NULL DEFAULT {_nothing(name)}"
                 transaction.run(f"ALTER TABLE {table} ADD COLUMN {column}")
     transaction.run("CREATE INDEX IF NOT EXISTS by_time ON requests (at_s, tenant, model, endpoint)")
@@ -101,9 +101,9 @@ def _rowid(transaction: Transaction) -> str:
 
 def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
     """Rebuilds a missing or outdated table of sums from its requests; sums of deleted requests are kept."""
-    known, needed = transaction.columns(table), {"at_s", *GROUPS, "requests", *_ADDED}
-    if known != needed:
-        if known:
+    existing, needed = transaction.columns(table), {"at_s", *GROUPS, "requests", *_ADDED}
+    if existing != needed:
+        if existing:
             transaction.run(
                 f"CREATE TEMPORARY TABLE kept_{table} AS SELECT * FROM {table} "
                 "WHERE at_s < (SELECT rows_from_s FROM retention)"
@@ -120,10 +120,10 @@ def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
             f"INSERT INTO {table} ({_KEY}, requests, {', '.join(_ADDED)}) "
             f"SELECT {_begin(transaction, 'at_s', width_s)}, {', '.join(GROUPS)}, count(*), "
             f"{', '.join(f'sum({name})' for name in _ADDED)} FROM requests "
-            f"{'WHERE at_s >= (SELECT rows_from_s FROM retention) ' if known else ''}GROUP BY {_KEY_PLACES}"
+            f"{'WHERE at_s >= (SELECT rows_from_s FROM retention) ' if existing else ''}GROUP BY {_KEY_PLACES}"
         )
-        if known:
-            _restore_sums(transaction, table, known & needed)
+        if existing:
+            _restore_sums(transaction, table, existing & needed)
     for statement in _triggers(transaction, table, width_s):
         transaction.run(statement)
 

@@ -78,7 +78,7 @@ def costs_page(database: Database, asked: PageQuery) -> dict[str, Any]:
 
 def _page(database: Database, asked: PageQuery, shown: Any, endpoints: Endpoints) -> dict[str, Any]:
     since_s, until_s, _ = kept_times(database, asked.start_s, asked.stop_s)
-    found = sums(
+    usage = sums(
         database,
         since_s=since_s,
         until_s=until_s,
@@ -87,7 +87,7 @@ def _page(database: Database, asked: PageQuery, shown: Any, endpoints: Endpoints
         endpoints=endpoints,
     )
     by_start: dict[int, list[UsageSum]] = {}
-    for row in found:
+    for row in usage:
         by_start.setdefault(row.start_s, []).append(row)
     buckets = [
         {

@@ -38,8 +38,8 @@ NO_PRICES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """USD for a million tokens of each kind, from `since_s` (seconds since 1970) on, of a model or, "*", of all; times
-    `batch` for requests of batches."""
+    """USD for a million tokens of each kind of one model, or of all ("*"), from `since_s` (seconds since 1970)
+    on."""
 
     since_s: float
     model: str
@@ -65,22 +65,22 @@ class PriceList:
     def price(self, model: str, at_s: float, *, parent: str = "") -> Price | None:
         """The model's own prices come first, then those of an adapter's parent, then those of all models."""
         for name in (model, parent, "*"):
-            found = [one for one in self.prices if one.model == name and one.since_s <= at_s]
-            if found:
-                return max(found, key=lambda one: one.since_s)
+            dated = [price for price in self.prices if price.model == name and price.since_s <= at_s]
+            if dated:
+                return max(dated, key=lambda price: price.since_s)
         return None
 
 
 def read_prices(path: Path) -> PriceList:
     """Raises Misconfigured."""
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise Misconfigured(f"prices: {path}: {unusable(error)}", param="router.ledger.prices") from error
     except (ValueError, RecursionError) as error:
         raise Misconfigured(f"prices: {path} is not TOML: {error}", param="router.ledger.prices") from error
-    _known(found, {"device_hour", "price"}, "at the top")
-    entries = found.get("price", [])
+    _known(document, {"device_hour", "price"}, "at the top")
+    entries = document.get("price", [])
     if not isinstance(entries, list):
         raise _wrong("price", entries, "tables [[price]]")
     prices = tuple(_price(number, entry) for number, entry in enumerate(entries, 1))
@@ -93,7 +93,7 @@ def read_prices(path: Path) -> PriceList:
                 "leave one out, or change a date",
                 param="router.ledger.prices",
             )
-    return PriceList(device_hour=_usd("device_hour", found.get("device_hour", 0.0)), prices=prices)
+    return PriceList(device_hour=_usd("device_hour", document.get("device_hour", 0.0)), prices=prices)
 
 
 def _price(number: int, entry: Any) -> Price:

@@ -137,7 +137,7 @@ class RequestLedger:
         """Reads the workers' speeds and writes new device and token counts."""
         workers, minute = self._fleet.status(), int(self._clock() // 60)
         self._rates.clear()
-        self._rates.update({one.worker_id: rate_of(one) for one in workers})
+        self._rates.update({worker.worker_id: rate_of(worker) for worker in workers})
         seen = FleetMinute(minute=minute, devices=num_devices(workers), model=self._model)
         if seen.minute != self._latest.minute or seen.devices > self._latest.devices:
             self._latest = seen
@@ -182,8 +182,8 @@ class RequestLedger:
             for period, span in self._budgets.spans().items():
                 self._budgets.know(period, span, spent_by_tenant(self.store.database, int(span.start_s)))
         if self._looks % RECOVER_LOOKS == 0:
-            if found := self.store.recover():
-                log.warning("%d requests of a gateway process that was lost are counted as it left them", found)
+            if num_lost := self.store.recover():
+                log.warning("%d requests of a gateway process that was lost are counted as it left them", num_lost)
             self.store.delete_old()
 
     def close(self) -> None:

@@ -4,8 +4,8 @@
     worker_tokens   the last count of each hour stays
     model_devices   minutes become hours: one row with the sum
 
-A report's times before `rows_from` are therefore whole hours, with the sums that they had. `rows_from_s` is the
-beginning of a day (UTC), and is written with the first row that is deleted; `deleted_to_s` follows with the last.
+Reports have whole hours before `rows_from_s`, the beginning of a day (UTC), which is written with the first deleted
+row; `deleted_to_s` follows with the last.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ def delete_chunk(transaction: Transaction, rows_from_s: int) -> int:
     if done["deleted_to_s"] >= rows_from_s:
         return 0
     since, until = done["deleted_to_s"] // 60, rows_from_s // 60
-    found = len(transaction.run(_OLD_REQUESTS, rows_from_s, CHUNK))
+    num_requests = len(transaction.run(_OLD_REQUESTS, rows_from_s, CHUNK))
     hour = transaction.whole("early.minute / 60")
     counts = transaction.run(_OLD_COUNTS.format(hour=hour), since, until, CHUNK)
     transaction.run_many(
         "DELETE FROM worker_tokens WHERE worker = ? AND incarnation = ? AND minute = ?",
-        [(one["worker"], one["incarnation"], one["minute"]) for one in counts],
+        [(row["worker"], row["incarnation"], row["minute"]) for row in counts],
     )
     hours = transaction.run(_OLD_MINUTES.format(hour=transaction.whole("minute / 60")), since, until, CHUNK // 60 + 1)
     transaction.run_many(
         "DELETE FROM model_devices WHERE minute >= ? AND minute < ? AND model = ?",
-        [(one["hour"], one["hour"] + 60, one["model"]) for one in hours],
+        [(row["hour"], row["hour"] + 60, row["model"]) for row in hours],
     )
     transaction.run_many(
         "INSERT INTO model_devices (minute, devices, model) VALUES (?, ?, ?)",
-        [(one["hour"], one["devices"], one["model"]) for one in hours],
+        [(row["hour"], row["devices"], row["model"]) for row in hours],
     )
-    if not (num_rows := found + len(counts) + len(hours)):
+    if not (num_rows := num_requests + len(counts) + len(hours)):
         transaction.run("UPDATE retention SET deleted_to_s = ?", rows_from_s)
         return 0
     transaction.run("UPDATE retention SET rows_from_s = ? WHERE rows_from_s < ?", rows_from_s, rows_from_s)

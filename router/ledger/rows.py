@@ -6,20 +6,10 @@ from protos.codec import Value
 
 
 class LedgerRow(Value, frozen=True, kw_only=True):
-    """A request that has ended, however it did.
-
-    - `at_s`: when it came, seconds since 1970
-    - `key_id`: the beginning of its key's hash
-    - `outcome`: ok, or an error's code
-    - `input_tokens` were computed, `cached_tokens` found in a cache; `reasoning_tokens` are among `output_tokens`
-    - `prefill_device_s`, `decode_device_s`: estimated (`router.ledger.costing`)
-    - `charged_usd` by the prices at `at_s`; nothing for a request that failed for a reason of the cluster's
-    - `batch`: 1 for a request of a batch
-    - `accepted_tokens`, of the output, were drafted; `*_saved_device_s`: spared by prefix caches and drafts, estimated
-    - `drafted_tokens` were verified by workers; `*_kv_byte_s`: bytes of KV times seconds by phase, estimated
-    - `price`: date and model of the entry it is charged by, "" without one
-    - `charged_*_usd`: of `charged_usd`, for the tokens of each kind; 0 in rows of versions before 2026-11
-    """
+    """An ended request. `at_s`: its arrival, seconds since 1970. `key_id`: the beginning of its key's hash.
+    `outcome`: ok or an error's code. `reasoning_tokens` and `accepted_tokens` are among `output_tokens`. Device
+    seconds and KV byte seconds are estimates (`router.ledger.costing`). `price`: date and model of the entry that
+    it is charged by; `charged_*_usd` are 0 in rows of versions before 2026-11."""
 
     request_id: str
     at_s: float
@@ -58,8 +48,8 @@ class FleetMinute(Value, frozen=True, kw_only=True):
 
 
 class WorkerCount(Value, frozen=True, kw_only=True):
-    """Tokens that a worker has computed from its start until a minute (since 1970). `incarnation` tells its starts
-    apart; `output_tokens` were reported to gateways. `before`: of both, what it had when a gateway met it."""
+    """Tokens that a worker has computed from its start until a minute (since 1970). `before`: what it had when a
+    gateway met it."""
 
     worker: str
     incarnation: int
@@ -74,7 +64,7 @@ class WorkerCount(Value, frozen=True, kw_only=True):
 
 
 class OpenRequest(Value, frozen=True, kw_only=True):
-    """A request that is being answered, with what its client has been sent so far."""
+    """A running request, with what its client has been sent so far."""
 
     row: LedgerRow
 

@@ -23,7 +23,7 @@ class WorkerCounts:
 
     def look(self, workers: Sequence[WorkerView], minute: int) -> list[WorkerCount]:
         """Returns the first count of a new worker and the last of one that is gone."""
-        seen = {(one.worker_id, one.info.incarnation): one for one in workers if one.info is not None}
+        seen = {(worker.worker_id, worker.info.incarnation): worker for worker in workers if worker.info is not None}
         due = [self._latest[start] for start in self._latest.keys() - seen.keys() if self._is_news(start)]
         for start in self._latest.keys() - seen.keys():
             del self._latest[start], self._written[start]

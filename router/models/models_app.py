@@ -64,7 +64,7 @@ class ModelsApp:
                     await app(dict(scope, path=rest, raw_path=rest.encode()), receive, send)
                     return
             name = path.removeprefix(PREFIX).partition("/")[0][:100]
-            served = listed([f"'{one}'" for one in self._names])
+            served = listed([f"'{model}'" for model in self._names])
             missing = UnknownModel(f"The model '{name}' does not exist: this server serves {served}", param="model")
             await error_response(missing, api_of(scope))(scope, receive, send)
             return

@@ -21,9 +21,9 @@ class ModelsCollector(Collector):
         merged: dict[str, Metric] = {}
         for model, registry in self._registries.items():
             for metric in registry.collect():
-                known = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-                for one in metric.samples:
-                    known.samples.append(one._replace(labels={LABEL: model} | one.labels))
+                whole = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    whole.samples.append(sample._replace(labels={LABEL: model} | sample.labels))
         return merged.values()
 
     def describe(self) -> Iterable[Metric]:

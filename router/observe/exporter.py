@@ -142,7 +142,7 @@ class RequestExporter(SpanExporter):
         self.num_taken += len(requests)
         result = SpanExportResult.FAILURE
         try:
-            result = self._otlp.export([span for one in requests for span in readable_spans(one, self._resource)])
+            result = self._otlp.export([span for record in requests for span in readable_spans(record, self._resource)])
         finally:
             self.outcomes["sent" if result is SpanExportResult.SUCCESS else "failed"] += len(requests)
         return result

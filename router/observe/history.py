@@ -14,16 +14,10 @@ NUM_PERIODS = 3600 // PERIOD_S
 
 
 class HistoryPeriod(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of one gateway process in a period.
-
-    - `at`: the end of the period, in seconds since 1970, a multiple of `PERIOD_S`
-    - `ttft`, `gaps`: times to a first token and between two tokens, counted by histogram bucket
-    - `requests`, `output_tokens`, `prompt_tokens`: rates, a second
-    - `prompt`, `cached`: prompt tokens, and how many of them were found in a cache
-    - `waiting`, `in_flight`: requests in line at the gateway, and all of them, at the end of the period
-    - `worker_waiting`: requests that wait in workers
-    - `kv`: for each pool, KV blocks in use and all; `ready`: for each pool, workers that take work
-    """
+    """`at`: the end of the period, seconds since 1970. `ttft`, `gaps`: times to a first token and between tokens,
+    counted by histogram bucket. `requests`, `output_tokens`, `prompt_tokens`: rates a second. `prompt`, `cached`:
+    prompt tokens, all and cached. `kv`: KV blocks in use and all, by pool. `ready`: workers that take work, by
+    pool."""
 
     at: int
     ttft: Sequence[int]

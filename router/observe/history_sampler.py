@@ -70,9 +70,10 @@ class HistorySampler:
             return
         before, counted = self._before, self._read()
         passed_s = max(counted.read_s - before.read_s, 1e-3)
-        workers = [one for one in self._fleet.status() if one.info is not None and one.state in HERE]
+        workers = [worker for worker in self._fleet.status() if worker.info is not None and worker.state in HERE]
         pools = {
-            role: [one for one in workers if one.info is not None and one.info.role is role] for role in WorkerRole
+            role: [worker for worker in workers if worker.info is not None and worker.info.role is role]
+            for role in WorkerRole
         }
         pools = {role: members for role, members in pools.items() if members}
         self._before = counted
@@ -88,15 +89,17 @@ class HistorySampler:
                 cached=counted.cached_tokens - before.cached_tokens,
                 waiting=self._line.num_waiting,
                 in_flight=_total(self._metrics.in_flight),
-                worker_waiting=sum(one.load.num_waiting for one in workers),
+                worker_waiting=sum(worker.load.num_waiting for worker in workers),
                 kv={
                     role.value: (
-                        sum(one.load.num_blocks - one.load.num_free_blocks for one in members),
-                        sum(one.load.num_blocks for one in members),
+                        sum(worker.load.num_blocks - worker.load.num_free_blocks for worker in members),
+                        sum(worker.load.num_blocks for worker in members),
                     )
                     for role, members in pools.items()
                 },
-                ready={role.value: sum(one.state == "ready" for one in members) for role, members in pools.items()},
+                ready={
+                    role.value: sum(worker.state == "ready" for worker in members) for role, members in pools.items()
+                },
             )
         )
 
@@ -128,4 +131,4 @@ def _buckets(metric: Collector, bounds: Sequence[float]) -> Sequence[int]:
             if sample.name.endswith("_bucket"):
                 up_to[float(sample.labels["le"])] += sample.value
     cumulative = [int(count) for count in up_to.values()]
-    return [one - below for one, below in zip(cumulative, [0, *cumulative], strict=False)]
+    return [count - below for count, below in zip(cumulative, [0, *cumulative], strict=False)]

@@ -77,7 +77,7 @@ class CapacityReporter(Collector):
     def _sight(self) -> GatewaySight:
         now, samples, router = loop_time(), self._samples, self._router
         recent = router.routing.records.recent(_MAX_OPEN)
-        running = [sample_of(one) for one in recent if one.timestamps.ended_s is None]
+        running = [sample_of(trace) for trace in recent if trace.timestamps.ended_s is None]
         return sight_of(
             self._gateway_id, [*samples.latest(now), *running], router.fleet.status(), now=now,
             covered_s=samples.covered_s(now), num_arrived=samples.num_arrived(now),

@@ -86,7 +86,7 @@ def sight_of(
         num_arrived=num_arrived,
         num_waiting=num_waiting,
         samples=tuple(samples[::step]),
-        workers=tuple(_worker(one) for one in workers if one.info is not None),
+        workers=tuple(_worker(worker) for worker in workers if worker.info is not None),
     )
 
 

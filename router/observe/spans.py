@@ -121,7 +121,7 @@ def _operation(record: TracedRequest) -> str:
 
 
 def _of_request(record: TracedRequest) -> Mapping[str, Attribute]:
-    known: dict[str, Attribute] = {
+    attributes: dict[str, Attribute] = {
         "gen_ai.operation.name": _operation(record),
         "gen_ai.provider.name": "baton",
         "gen_ai.request.model": record.model,
@@ -134,10 +134,10 @@ def _of_request(record: TracedRequest) -> Mapping[str, Attribute]:
         "baton.endpoint": record.endpoint,
     }
     if record.first_s is not None:
-        known["gen_ai.response.time_to_first_chunk"] = record.first_s - record.arrived_s
+        attributes["gen_ai.response.time_to_first_chunk"] = record.first_s - record.arrived_s
     if record.tenant:
-        known["baton.tenant"] = record.tenant
-    return {**known, **record.attributes}
+        attributes["baton.tenant"] = record.tenant
+    return {**attributes, **record.attributes}
 
 
 class _Stages:

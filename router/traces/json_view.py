@@ -77,20 +77,20 @@ def _choice(record: RequestTrace, choice: DecisionRecord) -> View:
         "cost_unit": decision.cost_unit,
         "expected": choice.estimate,
         "scores": [
-            {"worker_id": one.worker_id, "role": one.role, "total": one.total, "terms": dict(one.terms)}
-            for one in decision.scores
+            {"worker_id": score.worker_id, "role": score.role, "total": score.total, "terms": dict(score.terms)}
+            for score in decision.scores
         ],
         "candidates": list(choice.candidates),
         "num_candidates": choice.num_candidates,
         "shadows": [
             {
-                "policy": one.decision.policy,
-                "prefill": one.decision.prefill,
-                "decode": one.decision.decode,
-                "expected": one.estimate,
-                "ttft_difference_s": one.estimate.ttft_s - choice.estimate.ttft_s,
+                "policy": shadow.decision.policy,
+                "prefill": shadow.decision.prefill,
+                "decode": shadow.decision.decode,
+                "expected": shadow.estimate,
+                "ttft_difference_s": shadow.estimate.ttft_s - choice.estimate.ttft_s,
             }
-            for one in choice.shadows
+            for shadow in choice.shadows
         ],
         "measured": _measured(record, choice.estimate) if choice is record.choices[-1] else None,
     }

@@ -123,7 +123,7 @@ class RequestTrace:
     def reading(self) -> DecisionRecord:
         """The decision whose prefill worker made the first token; while there is no token, the latest."""
         first_s = self.timestamps.first_s
-        before = (one for one in reversed(self.choices) if first_s is None or one.at_s <= first_s)
+        before = (choice for choice in reversed(self.choices) if first_s is None or choice.at_s <= first_s)
         return next(before, self.choices[0])
 
     def note(self, what: EventKind, now: float, **facts: Fact) -> None:
@@ -242,14 +242,14 @@ class RequestTraces:
 
     def before(self, record: RequestTrace) -> Iterable[RequestTrace]:
         """Earlier requests, the latest first."""
-        found = False
-        for one in reversed(self._ring):
-            if found:
-                yield one
-            found = found or one is record
+        is_earlier = False
+        for other in reversed(self._ring):
+            if is_earlier:
+                yield other
+            is_earlier = is_earlier or other is record
 
     def _record(self, job: Job) -> RequestTrace | None:
-        return next((one for one in self._named.get(job.request_id, ()) if one.job is job), None)
+        return next((trace for trace in self._named.get(job.request_id, ()) if trace.job is job), None)
 
     def _forget(self, record: RequestTrace) -> None:
         for name in _names(record.job):
