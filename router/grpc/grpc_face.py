@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -102,19 +102,19 @@ class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gener
             answers = handler.unary_stream
 
             async def stream(requests: AsyncIterator[Any], context: Context) -> None:
-                request = await self._first(requests, decode, context)
-                try:
-                    async with aclosing(answers(request, context)) as messages:
-                        async for message in messages:
-                            await self._write(context, message)
-                except Cancelled as stalled:  # the sequences have ended by now; the status may never be taken
-                    await abort_with(context, stalled)
+                async with (
+                    _answered(context),
+                    aclosing(answers(await self._first(requests, decode), context)) as messages,
+                ):
+                    async for message in messages:
+                        await self._write(context, message)
 
             return grpc.stream_stream_rpc_method_handler(stream, **codec)
         answer = handler.unary_unary
 
         async def whole(requests: AsyncIterator[Any], context: Context) -> Any:
-            return await answer(await self._first(requests, decode, context), context)
+            async with _answered(context):
+                return await answer(await self._first(requests, decode), context)
 
         return grpc.stream_unary_rpc_method_handler(whole, **codec)
 
@@ -127,20 +127,30 @@ class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gener
         except TimeoutError:
             raise Cancelled(f"the client has read nothing for {self._stall_s:g} s") from None
 
-    async def _first(self, messages: AsyncIterator[bytes], decode: Callable[[bytes], Any], context: Context) -> Any:
+    async def _first(self, messages: AsyncIterator[bytes], decode: Callable[[bytes], Any]) -> Any:
         try:
             async with asyncio.timeout(self._timeout_s):
                 async for message in messages:
                     return decode(message)
-            raise InvalidRequest("the call has no request: send one message")
         except TimeoutError:
             problem = f"the request did not come within {self._timeout_s:g} s: send it with the call"
-            await abort_with(context, RequestTimeout(problem))
+            raise RequestTimeout(problem) from None
         except DecodeError:
             problem = "the request is not a protobuf message of this method: make it from protos/inference.proto"
-            await abort_with(context, InvalidRequest(problem))
-        except InvalidRequest as error:
-            await abort_with(context, error)
+            raise InvalidRequest(problem) from None
+        raise InvalidRequest("the call has no request: send one message")
+
+
+@asynccontextmanager
+async def _answered(context: Context) -> AsyncIterator[None]:
+    """Ends the call with the status of an error. After a stall the sequences have ended; the status may never be
+    taken."""
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        await abort_with(context, error)
 
 
 class _Inference(pb_grpc.InferenceServicer):
@@ -148,40 +158,34 @@ class _Inference(pb_grpc.InferenceServicer):
         self._gateway = gateway
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[pb.GenerateChunk, None]:
-        try:
-            name = await _named(context, self._gateway)
-            with self._measured("grpc.generate", name, context) as track:
-                ask = await self._ask(request, context, name)
-                gateway, tally = self._gateway.serving(request.model), UsageCounter(ask)
-                num_written, is_writing = 0, False
-                watched = StallWatch(inf, track)(lambda: num_written if is_writing else None, lambda: None)
-                async with aclosing(gateway.answer(ask, track)) as pieces:
-                    with watched:
-                        async for piece in pieces:
-                            tally.add(piece)
-                            is_writing = True
-                            yield _chunk(piece)
-                            num_written, is_writing = num_written + 1, False
-                usage = tally.usage()
-                yield pb.GenerateChunk(usage=_usage(usage))
-        except Exception as error:
-            await abort_with(context, error)
+        name = await _named(context, self._gateway)
+        with self._measured("grpc.generate", name, context) as track:
+            ask = await self._ask(request, context, name)
+            gateway, tally = self._gateway.serving(request.model), UsageCounter(ask)
+            num_written, is_writing = 0, False
+            watched = StallWatch(inf, track)(lambda: num_written if is_writing else None, lambda: None)
+            async with aclosing(gateway.answer(ask, track)) as pieces:
+                with watched:
+                    async for piece in pieces:
+                        tally.add(piece)
+                        is_writing = True
+                        yield pb.GenerateChunk(**_fields(piece))
+                        num_written, is_writing = num_written + 1, False
+            usage = tally.usage()
+            yield pb.GenerateChunk(usage=_usage(usage))
 
     async def Complete(self, request: pb.GenerateRequest, context: Context) -> pb.Completion:
-        try:
-            name = await _named(context, self._gateway)
-            with self._measured("grpc.complete", name, context) as track:
-                ask = await self._ask(request, context, name)
-                gateway = self._gateway.serving(request.model)
-                choices, usage = await collect(gateway.answer(ask, track), ask)
-                return pb.Completion(
-                    request_id=ask.request_id,
-                    model=gateway.card.name,
-                    choices=[_choice(whole) for whole in choices],
-                    usage=_usage(usage),
-                )
-        except Exception as error:
-            await abort_with(context, error)
+        name = await _named(context, self._gateway)
+        with self._measured("grpc.complete", name, context) as track:
+            ask = await self._ask(request, context, name)
+            gateway = self._gateway.serving(request.model)
+            choices, usage = await collect(gateway.answer(ask, track), ask)
+            return pb.Completion(
+                request_id=ask.request_id,
+                model=gateway.card.name,
+                choices=[pb.Choice(**_fields(whole)) for whole in choices],
+                usage=_usage(usage),
+            )
 
     @contextmanager
     def _measured(self, endpoint: str, name: str, context: Context) -> Iterator[Track]:
@@ -200,19 +204,13 @@ class _Inference(pb_grpc.InferenceServicer):
                 )  # fmt: skip
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
-        try:
-            self._tenant(context)
-            gateway = self._gateway.serving(request.model)
-            [ids] = await gateway.texts.encode([request.text], split_special_tokens=_split(request))
-            return pb.TokenizeReply(ids=ids)
-        except Exception as error:
-            await abort_with(context, error)
+        self._tenant(context)
+        gateway = self._gateway.serving(request.model)
+        [ids] = await gateway.texts.encode([request.text], split_special_tokens=_split(request))
+        return pb.TokenizeReply(ids=ids)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:
-        try:
-            self._tenant(context)
-        except Exception as error:
-            await abort_with(context, error)
+        self._tenant(context)
         models = [
             pb.Model(id=name, max_model_len=one.card.max_model_len)
             for one in self._gateway.each
@@ -221,10 +219,7 @@ class _Inference(pb_grpc.InferenceServicer):
         return pb.ListModelsReply(models=models)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
-        try:
-            self._gateway.access.check_admin(_authorization(context))
-        except Exception as error:
-            await abort_with(context, error)
+        self._gateway.access.check_admin(_authorization(context))
         fleet = self._gateway.fleet
         workers = [
             pb.WorkerStatus(
@@ -385,24 +380,12 @@ def _grammar(sampling: pb.Sampling, form: str, *, compact: bool) -> str:
             return sampling.grammar
 
 
-def _chunk(piece: TextDelta) -> pb.GenerateChunk:
-    return pb.GenerateChunk(
-        index=piece.index,
-        text=piece.text,
-        token_ids=piece.token_ids,
-        logprobs=_logprobs(piece.logprobs),
-        finish_reason=piece.finish_reason or "",
-    )
-
-
-def _choice(whole: TextDelta) -> pb.Choice:
-    return pb.Choice(
-        index=whole.index,
-        text=whole.text,
-        token_ids=whole.token_ids,
-        logprobs=_logprobs(whole.logprobs),
-        finish_reason=whole.finish_reason or "",
-    )
+def _fields(piece: TextDelta) -> dict[str, Any]:
+    """The fields that a chunk and a choice have alike."""
+    return {
+        "index": piece.index, "text": piece.text, "token_ids": piece.token_ids,
+        "logprobs": _logprobs(piece.logprobs), "finish_reason": piece.finish_reason or "",
+    }  # fmt: skip
 
 
 def _usage(usage: Usage) -> pb.Usage:
