@@ -23,8 +23,8 @@ BATCH_PRIORITY = -(2**31)
 
 @dataclass(slots=True, eq=False)
 class JobClient:
-    """The client's end of a job. Its `sink` takes plain tokens ahead of the deltas that account for them. `unread`
-    sends to the job's worker whether the client reads nothing now; `send` is None while no worker decodes it."""
+    """The client's end of a job. Its `sink` takes plain tokens ahead of their deltas; `send` tells the worker whether
+    the client reads."""
 
     sink: TokenSink | None = None
     send: Callable[[bool], None] | None = None
@@ -99,26 +99,22 @@ class TokenDelta(Value, frozen=True, kw_only=True):
 
 
 class Generate(Protocol):
-    """Runs a job. Closing the generator early (a client that left, a stop string found) aborts it on every worker.
-
-    Raises BatonError: NoWorkers, Overloaded, WorkerLost and the like, before or after the first delta.
-    """
+    """Runs a job. Closing the generator aborts the job on every worker. Raises BatonError before or after the first
+    delta."""
 
     def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterReport:
-    """The outcome of an order to load or unload a LoRA adapter, by worker: the adapter that it has now or had, or why
-    it refused."""
+    """How workers carried an order about an adapter out: the adapter that each had or has, or why it refused."""
 
     done: Mapping[str, Adapter | None]
     failed: Mapping[str, str]
 
 
 class WorkerView(Protocol):
-    """A worker as the fleet sees it. `state` is a word for people, `reason` why it is not ready; `info` is the worker's
-    own description, None until the fleet has connected to it. `tokens_before`: prompt and output tokens that it had
+    """A worker as the fleet sees it. `info` is None until the fleet has connected to it. `tokens_before`: tokens
     computed by then."""
 
     @property
@@ -138,7 +134,7 @@ class WorkerView(Protocol):
 
 
 class FleetView(Protocol):
-    """The faces' view of the fleet: whether a request can be served now, and its workers (dataclasses)."""
+    """The faces' view of the fleet."""
 
     def ready(self) -> bool: ...
 
@@ -151,7 +147,7 @@ class FleetView(Protocol):
         ...
 
     def stored_as(self, revision: str) -> str:
-        """Encodings and types in which workers of a revision keep weights and KV: with others, answers may differ."""
+        """Encodings of a revision's weights and KV: with others, answers may differ."""
         ...
 
     def adapters(self) -> Mapping[str, Adapter]:
@@ -159,13 +155,12 @@ class FleetView(Protocol):
         ...
 
     async def load_adapter(self, name: str, path: str) -> AdapterReport:
-        """Every worker loads the adapter of this folder, and so do workers that connect later. Raises the first
-        worker's error, as InvalidRequest where the files or the name are wrong, if none could; NoWorkers without one.
-        """
+        """Every worker loads the adapter, now or when it connects. Raises the first worker's error if none could,
+        NoWorkers without one."""
         ...
 
     async def unload_adapter(self, name: str) -> AdapterReport:
-        """No worker takes requests for the adapter any more. Raises NotFound if none has it, NoWorkers without one."""
+        """Raises NotFound if no worker has the adapter, NoWorkers without one."""
         ...
 
     def status(self) -> Sequence[WorkerView]: ...
@@ -175,11 +170,9 @@ class FleetView(Protocol):
         ...
 
     async def profile(self, worker_id: str, recording: bool | None = None) -> Profile:
-        """The worker's recorded steps; its recording then restarts, ends, or continues as before (None). Raises
-        WorkerLost."""
+        """The worker's recorded steps; its recording restarts, ends, or continues (None). Raises WorkerLost."""
         ...
 
     async def drain(self, worker_id: str) -> int:
-        """The worker takes no new work, and ends when nothing runs on it; how many requests do. Raises NotFound or
-        WorkerLost."""
+        """The worker takes no new work. Returns how many requests run on it. Raises NotFound or WorkerLost."""
         ...

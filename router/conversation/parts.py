@@ -19,8 +19,8 @@ _Part = TypeVar("_Part")
 
 
 class Ignored:
-    """Parameters that change nothing here: their names go into the header `x-baton-ignored`. Names beyond
-    MAX_IGNORED, and those that a header cannot hold, are counted there."""
+    """Names of parameters that change nothing here, for the header `x-baton-ignored`. Names beyond MAX_IGNORED are
+    counted."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}

@@ -31,8 +31,7 @@ Events = list[Any]
 
 
 class Renderer(ABC):
-    """Writes one answer in the form of an API. `is_plain`: only the text of its tokens is sent. `failure` makes the
-    last event of a stream that fails, where that is not the API's error event."""
+    """Writes one answer in the form of an API. `is_plain`: only the text of its tokens is sent."""
 
     failure: Callable[[BatonError], bytes] | None = None
     has_sinks: ClassVar[bool] = True

@@ -34,12 +34,8 @@ class AnswerSchema(Value, frozen=True, kw_only=True):
 
 
 class ToolUse(Value, frozen=True, kw_only=True):
-    """A request's tools, of which there is at least one.
-
-    - `shown`: as chat templates read them, in OpenAI's form
-    - `allowed`: names of those that may be called; None: all
-    - `is_named`: one call, of the only allowed function
-    """
+    """A request's tools, at least one. `shown` is for chat templates, `allowed` names those that may be called (None:
+    all). `is_named`: one call of the only allowed function."""
 
     shown: Sequence[dict[str, Any]]
     functions: Sequence[Function]
@@ -50,9 +46,8 @@ class ToolUse(Value, frozen=True, kw_only=True):
 
 
 class Tooling(Value, frozen=True, kw_only=True):
-    """`shown` tools go to the chat template. `grammar` is what the answer must be, "" where it is free, and `param` the
-    parameter that decided it; `token_grammar` is the same for workers, where it names tokens. With a `form`
-    calls are read from the answer, which is nothing else where they are `required`."""
+    """`grammar` is what the answer must be ("": free), `param` the parameter that decided it, `token_grammar` the
+    same for workers. Calls are read in the `form`; `required`: the answer is nothing else."""
 
     shown: Sequence[dict[str, Any]] = ()
     functions: Sequence[Function] = ()
@@ -65,8 +60,8 @@ class Tooling(Value, frozen=True, kw_only=True):
 
 
 def tooling_of(gateway: Gateway, use: ToolUse | None, schema: AnswerSchema | None, *, param: str) -> Tooling:
-    """`use`: None without tools. `param` names the `schema`'s parameter. Raises InvalidRequest for tools that
-    contradict each other, and for tools of a model that knows none."""
+    """`param` names the `schema`'s parameter. Raises InvalidRequest for tools that contradict each other or that the
+    model cannot call."""
     compact = gateway.texts.config.disable_any_whitespace
     if use is None:
         return Tooling(grammar=schema.grammar(compact=compact) if schema is not None else "", param=param)
@@ -112,7 +107,7 @@ def tooling_of(gateway: Gateway, use: ToolUse | None, schema: AnswerSchema | Non
 
 
 def check_callable(functions: Sequence[Function], given: Sequence[object] | None, choice: str) -> None:
-    """Where calls are required. `given` are the request's tools, with those that are skipped. Raises InvalidRequest."""
+    """Raises InvalidRequest where calls are required and no function can be called."""
     if functions:
         return
     problem = "and no tool is a function that the client runs" if given else "and there are no tools"

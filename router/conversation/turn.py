@@ -50,8 +50,8 @@ class ConversationTurn:
         prompt: tuple[int, ...] | None = None,
         cut: bool = False,
     ) -> TextRequest:
-        """The jobs. `prompt`: in place of that of the messages. `cut`: an answer may be as long as the context leaves
-        room for, where max_tokens is more. Raises InvalidRequest."""
+        """Returns the jobs. `prompt` replaces that of the messages. `cut`: max_tokens is cut to what the context
+        holds. Raises InvalidRequest."""
         sampling, tooling, is_raw = self.sampling, self.tooling, prompt is not None
         if tooling.grammar:
             await gateway.texts.grammars.check(tooling.grammar, param=tooling.param)

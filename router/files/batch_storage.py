@@ -27,8 +27,7 @@ DATABASE, CONTENTS = "batches.db", "files"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStorage:
-    """`changed` is set when a batch was added or cancelled by this process. `failures`: of running batches. `close`
-    it at the end."""
+    """`changed` is set when this process adds or cancels a batch. `failures`: of running batches."""
 
     database: Database
     files: FileStore
@@ -45,7 +44,7 @@ class BatchStorage:
         return self.database.trouble or self.failures.recent
 
     def failed(self, message: str) -> None:
-        """Notes a failure, unless it is the database's, which notes its own and knows when that is over."""
+        """Logs a failure, unless it is the database's, which logs its own."""
         if not self.database.trouble:
             self.failures.note(message)
 
@@ -62,9 +61,8 @@ def open_storage(
     database_url: str = "",
     clock: Callable[[], float] | None = None,
 ) -> BatchStorage:
-    """In a folder, which is made if it is missing, and a database in it. With `database_url` the rows are there, and
-    without a folder the contents of files, too. A folder that is text is the URL of a bucket, for contents. `clock`: by
-    default the database's. Raises Misconfigured."""
+    """Rows are in the database of `database_url`, else in a file of `folder`. Contents are in the folder, in the
+    bucket whose URL it is, or in the database. Raises Misconfigured."""
     assert isinstance(folder, Path) or database_url
     contents = _contents(folder)
     database: Database

@@ -76,9 +76,8 @@ class BatchStore:
     # -- for owners --------------------------------------------------------------------------------------------------
 
     def claim(self, model: str, lease_s: float, besides: Sequence[str] = ()) -> StoredBatch | None:
-        """The oldest batch of the model without an owner, for this process until the lease ends. A batch of another
-        model that only has to end is claimed, too: its model may be served no more. `besides`: those that it runs
-        already, though their leases are over."""
+        """Leases the oldest batch of the model without an owner, or one of any model that only has to end. `besides`:
+        batches that this process runs already."""
         now = self._clock()
         unclaimed, values = _unclaimed(model, now, besides)
         with self._database.reading() as transaction:  # a look, before waiting for other writers
@@ -110,7 +109,7 @@ class BatchStore:
             )
 
     def validated(self, batch: StoredBatch, total: int) -> StoredBatch:
-        """It has so many lines, and its running begins. A batch that is being cancelled stays so. Raises LeaseLost."""
+        """Sets the number of lines; the batch runs from now on, unless it is being cancelled. Raises LeaseLost."""
         with self._database.writing() as transaction:
             owned = replace(_owned(transaction, batch), total=total)
             state = "in_progress" if owned.status == "validating" else owned.status
@@ -123,7 +122,7 @@ class BatchStore:
         output: StoredFile | None = None,
         errors: StoredFile | None = None,
     ) -> StoredBatch:
-        """Its input is wrong, or is there no more, after which the files have the results. Raises LeaseLost."""
+        """Ends a batch whose input is wrong or gone. The files have its results. Raises LeaseLost."""
         with self._database.writing() as transaction:
             owned = replace(_owned(transaction, batch), errors=tuple(wrong))
             return self._enter(transaction, _filed(transaction, owned, output, errors), "failed")

@@ -12,8 +12,8 @@ from router.files.records import PageAsked
 def page_of(
     database: Database, table: str, tenant: str, asked: PageAsked, *, live_at_s: float | None = None
 ) -> tuple[list[Row], bool]:
-    """The page, and whether more follow; with `live_at_s` without what has expired by then. Raises InvalidRequest for a
-    cursor that is no entry of the tenant."""
+    """Returns the page and whether more follow, without what has expired by `live_at_s`. Raises InvalidRequest for an
+    unknown cursor."""
     where: list[str] = ["tenant = ?"]
     values: list[Any] = [tenant]
     if live_at_s is not None:

@@ -68,8 +68,8 @@ class LineResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBatch:
-    """`times`: when each state began. `ends_as`: the state behind finalizing or cancelling, "" before. `input_tokens`
-    contain the cached ones. `generation` counts the owners it had: a former one cannot write."""
+    """`times`: when each state began. `ends_as`: the state after finalizing or cancelling. A former owner has a
+    lesser `generation`, and cannot write."""
 
     id: str
     tenant: str
@@ -101,8 +101,7 @@ class StoredBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageAsked:
-    """Part of a list: `limit` entries behind the one with the id `after`, or the last ones in front of `before`.
-    `names`: what the API calls these two."""
+    """Entries of a list after or before the one with an id. `names`: what the API calls these cursors."""
 
     limit: int
     after: str | None = None

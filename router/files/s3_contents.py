@@ -1,8 +1,4 @@
-"""Contents of files as objects of a bucket (S3, or what speaks its protocol), which all hosts see.
-
-Where the service is and who asks is found as other clients of AWS find it: `AWS_ENDPOINT_URL_S3`, `AWS_ACCESS_KEY_ID`,
-`AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, or the role of the machine.
-"""
+"""Contents of files as objects of a bucket. The service and the credentials are found as by other clients of AWS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The access log: one record for each request, formatted by the log's handler and not where the request is served."""
+"""The access log: one record a request, formatted by the log's handler."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ CLIENT_LEFT = 499
 
 
 class Access(Value, frozen=True, kw_only=True):
-    """`path` is without the query. `outcome`: "" if the status is enough, else an error's code. Tokens are None for a
-    request that generates none."""
+    """`outcome`: an error's code, "" if the status is enough. Tokens are None for a request that generates none."""
 
     method: str
     path: str

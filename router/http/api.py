@@ -26,8 +26,7 @@ def _status(error: BatonError) -> int:
 
 
 def retry_after(error: BatonError) -> dict[str, int]:
-    """Whole seconds until the client may try again, for an error in a stream, whose headers have been sent; empty
-    without a time."""
+    """Whole seconds until a retry, for an error in a stream, whose headers have been sent; empty without a time."""
     return {} if error.retry_after_s is None else {"retry_after": max(1, math.ceil(error.retry_after_s))}
 
 

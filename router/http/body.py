@@ -1,4 +1,4 @@
-"""Reads a request's body, and refuses a bad one: the parameter, what it is and what it must be."""
+"""Reads a request's body. An error names the parameter, its value and what it must be."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Bo
 
 
 def with_bound(sampling: SamplingRequest, request: Request) -> SamplingRequest:
-    """Adds the header's `max_ttft_ms`, for clients that cannot put it into the body; the body takes precedence."""
+    """Adds the `max_ttft_ms` of a header; the body takes precedence."""
     header = find_header(request.scope, MAX_TTFT_MS.encode())
     if header is None:
         return sampling

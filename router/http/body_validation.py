@@ -48,8 +48,8 @@ def read_json(text: bytes | str) -> Any:
 
 
 def shallow(value: Any, most: int = MAX_DEPTH) -> Any:
-    """Raises ValueError for objects and lists that are nested more than `most` deep. Writing the value, inside lists
-    that use up the other levels, takes a tenth of the time that a walk takes."""
+    """Raises ValueError for a value nested more than `most` deep. Writing it inside lists takes a tenth of a walk's
+    time."""
     nested = value
     for _ in range(_WRITABLE_DEPTH - most):
         nested = [nested]
@@ -72,7 +72,7 @@ def ranged(name: str, kind: str, default: Any = None) -> Any:
 
 
 class FirstWrong(FailFast):
-    """One wrong item refuses a list. pydantic notes them all otherwise: seconds of the event loop for a megabyte."""
+    """One wrong item refuses a list: pydantic would note all of them, for seconds."""
 
     __hash__ = object.__hash__  # a member of a union must have one, and pydantic's own has none
 
@@ -83,7 +83,7 @@ def _is_exact(number: float) -> bool:
 
 
 def whole_ids(value: Any, depth: int = 2) -> Any:
-    """The list, or the lists in it, with 8.0 as 8. Deeper nested values are not lists of ids."""
+    """The ids with 8.0 as 8."""
     if isinstance(value, list) and depth:
         return [int(one) if isinstance(one, float) and _is_exact(one) else whole_ids(one, depth - 1) for one in value]
     return value

@@ -13,9 +13,8 @@ from router.http.api import OPENAI, Api, retry_after
 
 
 def error_response(error: BatonError, api: Api = OPENAI) -> Response:
-    """Sends Retry-After if the error has a time: in whole seconds, and in milliseconds for clients that read those
-    (openai's do). A 401 names its scheme; after a 408 the connection closes; the clients of openai and anthropic do not
-    try again what costs more than the budget."""
+    """Retry-After is in whole seconds, and in milliseconds for openai's client. A 408 closes the connection; clients
+    do not repeat what costs more than the budget."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(retry_after(error)["retry_after"])

@@ -1,4 +1,4 @@
-"""How a stream's events are written: server-sent events without and with names, and lines of JSON."""
+"""How events are written: server-sent events without and with names, and lines of JSON."""
 
 from __future__ import annotations
 

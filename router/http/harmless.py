@@ -1,5 +1,4 @@
-"""Parameters of an API that Baton does not offer: accepted at the value where they change nothing, refused by name at
-any other."""
+"""Parameters that Baton does not offer: accepted at the value where they change nothing, refused elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _OFFERED = "this server does not offer it"
 
 @dataclass(frozen=True, slots=True)
 class Harmless:
-    """Where a parameter changes nothing, for us and as JSON Schema; null never does. `why` it is refused elsewhere."""
+    """The values at which a parameter changes nothing, and why others are refused. Null never changes anything."""
 
     accepts: Callable[[Any], bool]
     schema: Mapping[str, Any]

@@ -1,9 +1,5 @@
-"""How long an answer's next tokens may be waited for: a gateway that cannot keep up writes less often, not later.
-
-While the event loop is on time every token leaves by itself. When it runs late, the tokens of one answer that come
-within about that lateness leave together: one event, one write. Work falls, lateness with it, and the two settle where
-the loop just keeps up.
-"""
+"""How long tokens wait when the event loop is late: the tokens of one answer that come within about that lateness leave
+as one event. Work falls, lateness with it, and the two settle where the loop keeps up."""
 
 from __future__ import annotations
 
@@ -29,10 +25,7 @@ Flush = Callable[[float], bool]
 
 
 class Pace:
-    """Lives on one event loop. While anything is `running`, the loop's lateness is looked at every `period_s`.
-
-    `gap` is where compiled code reads `gap_s`.
-    """
+    """Measures one event loop's lateness every `period_s`, while anything is `running`. Compiled code reads `gap`."""
 
     def __init__(self) -> None:
         self.gap = ctypes.c_double(0.0)
@@ -55,8 +48,7 @@ class Pace:
         return LATE_PERIOD_S if self.gap.value else PERIOD_S
 
     def when_due(self, flush: Flush) -> None:
-        """Calls `flush` with the time soon, and again while it returns that something is left. A callback that raises
-        is not called again; the others are."""
+        """Calls `flush` soon, and again while it returns that something is left. One that raises is dropped."""
         self._due[flush] = None
 
     @contextmanager

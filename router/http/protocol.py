@@ -36,8 +36,7 @@ that protocol. A server may pass the offer over (RFC 9110, 7.8)."""
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """For uvicorn's `http` setting. `crowded` logs connections that are refused because the process has hardly any file
-    descriptors left."""
+    """`crowded` logs connections that are refused for want of file descriptors."""
 
     def __init__(self, *args: Any, crowded: RareLog | None = None, **more: Any) -> None:
         super().__init__(*args, **more)

@@ -27,8 +27,8 @@ _MAX_CORKED_BYTES = 64 * 1024
 
 
 class WriteState(ctypes.Structure):
-    """A `TokenSink`'s view of a transport. `sent_s`: the last write, by the loop's clock. `blocked`: 0 while a sink may
-    write; each reason not to is a bit."""
+    """A transport as a `TokenSink` sees it. `sent_s`: the last write, by the loop's clock. `blocked`: a bit for each
+    reason not to write."""
 
     _fields_ = (("sent_s", ctypes.c_double), ("blocked", ctypes.c_uint8))
 
@@ -42,9 +42,8 @@ class WriteState(ctypes.Structure):
 
 
 class CorkedTransport:
-    """A transport whose writes within one turn of the event loop leave by one system call, unless they are large: a
-    head and its body are two writes of uvicorn's, a last event and the end of the response two more. `write_alone` is
-    for a time when nothing is kept."""
+    """A transport whose small writes within one turn of the event loop leave by one system call: uvicorn writes a
+    head and its body apart. `write_alone` passes by when nothing waits."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -128,15 +127,14 @@ class ResponseChannel:
 
     @property
     def is_clear(self) -> bool:
-        """False before the head and after the end, on a connection that closes, and while the client reads too slowly:
-        then `send` has to wait for it."""
+        """Whether a chunk may be written now; otherwise `send` waits for the client."""
         cycle = self._cycle
         if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
             return False
         return not self._is_closing()  # uvicorn notifies only the last one of pipelined requests
 
     def write(self, chunk: bytes, now: float) -> bool:
-        """False, and nothing is written, unless the channel `is_clear`. An empty chunk would be the response's end."""
+        """False if nothing was written. An empty chunk would be the response's end."""
         if not self.is_clear:
             return False
         self._transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
@@ -144,10 +142,8 @@ class ResponseChannel:
         return True
 
     def progress(self) -> int | None:
-        """A number that changes when the client's kernel takes bytes; None once it has taken all that was sent. A full
-        buffer of the transport shows a client that does not read too late: before that our own kernel takes more than
-        an answer has (2.6 MB on a loopback connection, and 250 bytes a token). Slow readers it shows wrongly, for it
-        empties only when a third of the kernel's is free."""
+        """A number that changes when the client's kernel takes bytes; None once it has taken all. The transport's own
+        buffer fills too late: our kernel takes more than an answer has."""
         if self._is_closing():
             return None
         num_waiting = self._transport.get_write_buffer_size()
@@ -160,8 +156,7 @@ class ResponseChannel:
         return int(taken) if unacked or unsent or num_waiting else None
 
     def abort(self) -> None:
-        """Ends the connection immediately and drops unsent data, also in the kernel, which would keep it for many
-        minutes for a client that does not read."""
+        """Ends the connection and drops unsent data, also the kernel's."""
         if self._is_closing():
             return
         if (found := self._transport.get_extra_info("socket")) is not None:

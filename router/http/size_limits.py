@@ -1,4 +1,4 @@
-"""Limits on sizes, checked before validation: validating a large body would delay all tokens on the event loop."""
+"""Limits on sizes, checked before validation: a large body would delay all tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ def check_parameters(body: Mapping[str, Any]) -> None:
 
 
 def check_sizes(body: Mapping[str, Any], known: Collection[str], card: ModelCard) -> None:
-    """Checks parameters of `known` that can be long; the schema checks the rest.
-
-    Raises InvalidRequest, and ContextLengthExceeded for a prompt longer than the model's context.
-    """
+    """Checks parameters that can be long. Raises InvalidRequest, and ContextLengthExceeded for a prompt longer than the
+    context."""
     check_parameters(body)
     if "messages" in known and isinstance(body.get("messages"), list):
         _check_messages(body["messages"], card, "messages")

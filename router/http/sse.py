@@ -35,10 +35,9 @@ TEXT_PLACEHOLDER = "\0 text \0"
 
 
 class SseWriter:
-    """Events that differ only in a choice's text: what stands before and after it is encoded once, as a `frame`. Its
-    `sinks` write them to the channel. While the gateway is late (`Pace`) they hold texts back and send them together.
-
-    `content` makes the event of a choice with a text, `reasoning` that with reasoning, which may stand in it twice."""
+    """Events that differ only in a choice's text: the parts around it are encoded once. Its `sinks` write them to the
+    channel, and hold texts back while the gateway is late (`Pace`). `content` and `reasoning` make the event of a
+    text."""
 
     def __init__(
         self,
@@ -60,8 +59,7 @@ class SseWriter:
         return b"".join([text.join(frame) for sink in self.sinks for frame, text in sink.held()])
 
     async def behind_held(self, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        """The chunks, each behind the texts that sinks hold back until then; those texts alone if an error ends the
-        chunks."""
+        """The chunks, each after the texts that sinks held back; an error ends with those texts alone."""
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:
@@ -106,11 +104,8 @@ class ChoiceEvents:
 
 
 async def while_connected(scope: Scope, receive: Receive, work: Awaitable[_T]) -> _T:
-    """Returns the result of `work`. If the client disconnects, cancels `work`, waits for its clean-up and raises
-    Cancelled.
-
-    The request's body must have been read: any message received now is a disconnect.
-    """
+    """Returns the result of `work`, which a disconnect cancels: then Cancelled is raised. The body must have been read:
+    any message received now is a disconnect."""
     task = asyncio.current_task()
     assert task is not None
     has_left = is_over = False
@@ -153,8 +148,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class StallWatch:
-    """Watches the client of a track: it tells the track's workers while the client takes nothing, and calls `abort`
-    after `stall_s` of that, however much of the answer the kernel still takes."""
+    """Sends the track's workers whether its client reads, and calls `abort` when it has taken nothing for `stall_s`."""
 
     def __init__(self, stall_s: float, track: Track) -> None:
         self._stall_s = stall_s
@@ -199,15 +193,9 @@ class StallWatch:
 
 
 class EventStream:
-    """An answer as an ASGI application. Sends events as they come, the status and headers with the first of them.
-
-    An error before the first event is an ordinary error response with its status; after it, the error event of the
-    client's API (`api_of`) and the end. The events are closed, and the track finished, however it ends.
-
-    While there is no event for `keep_alive_s`, a comment is sent, which clients pass over: proxies would take the
-    connection for dead, and a client for hung, while a long prompt is read. It begins the response, if nothing has.
-    A client that takes nothing for `stall_s` is taken for gone.
-    """
+    """An answer as an ASGI application, whose status and headers leave with the first event. An error before that is an
+    ordinary response; after it, the API's error event and the end. A comment keeps a silent connection alive every
+    `keep_alive_s`. A client that takes nothing for `stall_s` is gone. However it ends, the track is finished."""
 
     def __init__(
         self,
@@ -219,8 +207,7 @@ class EventStream:
         headers: Sequence[tuple[bytes, bytes]] = (),
         failure: Callable[[BatonError], bytes] | None = None,
     ) -> None:
-        """`failure` makes the last event of a stream that fails, where that is not the API's error event. While the
-        next of the `events` is awaited, the generator of events may write to the channel itself."""
+        """`failure` makes the last event of a stream that fails, in place of the API's error event."""
         self._events = events
         self._channel: ResponseChannel | None = None
         self._sent_s = 0.0  # through ASGI
@@ -280,8 +267,8 @@ class EventStream:
         await send({"type": "http.response.body", "body": b""})
 
     async def _send(self, send: Send, chunk: bytes) -> None:
-        """Waits for a client that reads too slowly. Raises Cancelled when that lasts `stall_s` under a server without
-        channels, of whose connections nothing else is known: a client's sequences hold seats that others wait for."""
+        """Raises Cancelled after `stall_s` without a channel: the client's sequences hold seats that others wait
+        for."""
         message = {"type": "http.response.body", "body": chunk, "more_body": True}
         if self._stall_s == inf or self._channel is not None:
             await send(message)

@@ -83,8 +83,7 @@ class EventFrame(Protocol):
         ...
 
     def frame(self, *, is_reasoning: bool) -> list[bytes]:
-        """The constant parts before and after the JSON string of a text, quotes included; three parts where the
-        string stands in an event twice."""
+        """The constant parts around the JSON string of a text; three if it stands in an event twice."""
         ...
 
 
@@ -93,10 +92,8 @@ def _first_bytes(texts: Iterable[str]) -> frozenset[int]:
 
 
 class TokenSink:
-    """The sink of one choice. Without `events`, tokens are taken and not written: the answer is sent whole.
-
-    The text layer marks it as `is_clear` when it holds back no text that must be sent first.
-    """
+    """The sink of one choice. Without `events` tokens are taken and not written. The text layer clears `is_clear` while
+    it holds text back."""
 
     def __init__(
         self,
@@ -110,8 +107,7 @@ class TokenSink:
         marks: frozenset[int] = frozenset(),
         ends: Iterable[str] = (),
     ) -> None:
-        """For a model that reasons `marks` are tokens that the sink leaves to the generators, `ends` the texts after
-        which reasoning ends if they are no tokens."""
+        """`marks`: tokens that the sink leaves to the generators. `ends`: texts after which reasoning ends."""
         self._texts = texts
         self._skips_special = skip_special_tokens
         self._firsts = _first_bytes(stops)
@@ -140,7 +136,7 @@ class TokenSink:
         return self._events is not None
 
     def open(self, table: SinkTable, number: int, now: float) -> None:
-        """The reader waits: the tokens of `number` may be taken, as soon and as long as nothing is on its way."""
+        """The reader waits: tokens of `number` may be taken while nothing is on its way."""
         if compiled() is not None:
             self._place = (table, number)
             self._open(now)
@@ -181,7 +177,7 @@ class TokenSink:
         return num_taken
 
     def held(self) -> list[tuple[Sequence[bytes], bytes]]:
-        """JSON of texts that wait for their time, which the caller writes before anything else; each with its frame."""
+        """Texts that wait, as JSON, each with its frame: the caller writes them first."""
         held, self._held_before = self._held_before, []
         if self._pointer is not None and (count := _library().sink_num_held(self._pointer)):
             last = ctypes.create_string_buffer(count)
@@ -190,8 +186,7 @@ class TokenSink:
         return held
 
     def turn(self, *, is_reasoning: bool) -> None:
-        """From now on tokens are reasoning, or are not: their events have another frame. The sink is closed, and has
-        reported all that it took."""
+        """Changes the frame of the events. The sink is closed, and has reported all that it took."""
         if is_reasoning == self._is_reasoning:
             return
         if self._pointer is not None:
