@@ -32,7 +32,6 @@ class DeclaredSetting:
 
     @property
     def table(self) -> str:
-        """ "" at the top of a file."""
         return self.path.rpartition(".")[0]
 
     def value(self, config: ClusterConfig) -> Any:

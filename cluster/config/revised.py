@@ -21,7 +21,6 @@ _DIGEST_BYTES = 4
 
 
 def digest_of(config: ClusterConfig) -> str:
-    """Equal for equal model and worker settings."""
     return _digest({"worker": asdict(config.worker)})
 
 

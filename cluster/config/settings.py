@@ -58,7 +58,6 @@ def setting(text: str) -> Table:
 
 
 def table_of(path: str, value: Any) -> Table:
-    """Nested tables that hold one value."""
     for name in reversed(path.split(".")):
         value = {name: value}
     return dict(value)
@@ -166,7 +165,6 @@ def _literal(value: object) -> str:
 
 
 def paths_of(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of nested tables by path."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from paths_of(value, f"{above}{name}.")

@@ -40,7 +40,6 @@ NO_OWNER = "no `baton pools` runs: its workers serve on for a while, and are not
 
 
 def root_of(fleet: str) -> str:
-    """The beginning of a fleet's keys."""
     return f"{ROOT}@{fleet}" if fleet else ROOT
 
 
@@ -249,7 +248,6 @@ class RedisDiscovery:
             await self._client.aclose()
 
     async def _listen(self, members: AnnouncedMembers) -> NoReturn:
-        """Raises the errors of Redis."""
         addresses: set[str] = set()
         async with aclosing(self._client.pubsub()) as changes:
             await changes.subscribe(self._keys.changes)

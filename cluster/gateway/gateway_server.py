@@ -53,7 +53,6 @@ class _Server(uvicorn.Server):
         yield
 
     def stop(self) -> None:
-        """`serve` closes its connections and returns."""
         self.should_exit = True
         self._stopping.set()
 
@@ -134,7 +133,6 @@ class GatewayServer:
         self.grpc_port = config.grpc_port
 
     def _weigh(self, roster: Roster) -> None:
-        """Sets the tenants' weights in every model's queue."""
         if not self._has_prices and any(tenant.has_budget for tenant in roster.tenants.values()):
             log.error("%s", NO_PRICES)  # at the start it is refused
         for backend in self.backends:
@@ -145,7 +143,6 @@ class GatewayServer:
         return url_of(self._sockets[0], is_secure=self._is_secure)
 
     def example(self) -> str:
-        """A request to try, as a curl command."""
         return example(self.url, self.model, has_chat=self.has_chat, asks_for_keys=self._asks_for_keys)
 
     async def start(self) -> None:
@@ -165,11 +162,9 @@ class GatewayServer:
 
     @property
     def serves(self) -> bool:
-        """Whether a request can be served, of every model."""
         return all(backend.fleet.ready() for backend in self.backends)
 
     async def ready(self) -> None:
-        """Returns once a request can be served, of every model."""
         for backend in self.backends:
             await backend.until_ready()
 

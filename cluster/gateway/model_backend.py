@@ -132,7 +132,6 @@ class ModelBackend:
         self._sampler.start()
 
     def start_batches(self) -> None:
-        """Called once requests are served."""
         self._batches.start(
             self.gateway, generate=self.router.idle, records=self.router.idle_records, registry=self.registry
         )
@@ -145,7 +144,6 @@ class ModelBackend:
         self._sampler.close()
 
     def cut(self) -> None:
-        """Fails the requests that still run."""
         self._generate.cut()
 
     async def close(self) -> None:
@@ -161,7 +159,6 @@ class ModelBackend:
         await self._feed.close()
 
     async def until_ready(self) -> None:
-        """Returns once a request can be served."""
         now = asyncio.get_running_loop().time
         while not self.fleet.ready():
             await self.fleet.wait(until=now() + 60.0)

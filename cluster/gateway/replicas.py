@@ -144,7 +144,6 @@ class Replicas:
         )
 
     def example(self) -> str:
-        """A request to try, as a curl command."""
         return self._example
 
     async def start(self) -> None:
@@ -171,11 +170,9 @@ class Replicas:
 
     @property
     def serves(self) -> bool:
-        """Whether some replica can serve a request."""
         return any(slot.is_ready for slot in self._slots)
 
     async def ready(self) -> None:
-        """Returns once every replica can serve a request."""
         await self._until_all("is_ready")
 
     async def wait(self) -> None:

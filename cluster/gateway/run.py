@@ -126,7 +126,6 @@ def found_owner(config: ClusterConfig) -> CapacityOwner | None:
 
 
 def warn_if_open(config: ClusterConfig) -> None:
-    """Warns that other machines are served without a key."""
     host = config.router.host
     try:
         is_local = ipaddress.ip_address(host).is_loopback

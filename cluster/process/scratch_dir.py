@@ -93,7 +93,6 @@ def programs(folder: Path, *, parent: int | None = None) -> Iterator[tuple[int, 
 
 
 def _parent(entry: Path) -> int:
-    """The parent's id, from a process's entry in /proc."""
     return int((entry / "stat").read_text().rpartition(")")[2].split()[1])
 
 

@@ -29,7 +29,6 @@ class Termination:
         signal.raise_signal(signal.SIGINT)
 
     def code(self, usual: int) -> int:
-        """The exit code in place of `usual`."""
         return TERMINATED if self.met and usual == INTERRUPTED else usual
 
 
@@ -65,12 +64,10 @@ class StopSignal:
 
 
 def stopping(grace_s: float) -> str:
-    """Printed at the first signal."""
     return f"stopping: running requests have {grace_s:g} s to finish" if grace_s else "stopping: nothing is served yet"
 
 
 def stopped(in_order: bool) -> str:
-    """Printed last, when no process is left."""
     return "stopped" if in_order else "stopped immediately: running requests were cut off"
 
 

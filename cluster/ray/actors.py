@@ -151,7 +151,6 @@ class RayNodes:
         return [(str(node["NodeID"]), str(node["NodeManagerAddress"])) for node in nodes if node["Alive"]]
 
     async def _actor(self, address: str) -> Any:
-        """Raises Unavailable."""
         async with self._making:
             if address not in self._actors:
                 ids = [node_id for node_id, known in await self._alive() if known == address]

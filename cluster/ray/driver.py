@@ -149,7 +149,6 @@ class ParentLog(logging.Handler):
 
 
 async def run(end: socket.socket) -> int:
-    """The exit code."""
     channel = await MessageChannel.over(end, DRIVER_MESSAGES)
     begin = await channel.receive()
     if not isinstance(begin, BeginDriver):

@@ -85,7 +85,6 @@ class DriverProcess:
 
     @property
     def fault(self) -> str:
-        """Why Ray cannot be used; "" if it can."""
         return "; ".join(dict.fromkeys(self._faults.values())) or ("" if self.is_up else BEING_STARTED)
 
     @property

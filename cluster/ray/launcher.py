@@ -48,7 +48,6 @@ class Processes:
     links: dict[str, RankConnection] = field(default_factory=dict)
 
     def in_order(self) -> list[RankConnection]:
-        """Links, rank 0 first."""
         return [self.links[name] for name in self.pids]
 
     async def end(self) -> None:

@@ -128,7 +128,6 @@ class Pools:
         self._begin_task(self._supervisor.run(self._first_plans(nodes)))
 
     async def start(self, publish: Publish) -> None:
-        """From now on workers are announced."""
         await self._announcer.begin(publish)
 
     async def ready(self) -> None:
@@ -141,7 +140,6 @@ class Pools:
 
     @property
     def plans(self) -> Sequence[WorkerPlan]:
-        """The desired workers."""
         return self._supervisor.plans
 
     async def begin(
@@ -152,12 +150,7 @@ class Pools:
         revision: Revision | None = None,
         kept: Mapping[WorkerRole, int] | None = None,
     ) -> Awaitable[None]:
-        """Makes these the desired numbers of workers, of the latest `revision` that was given, and `kept` of others;
-        those in `flips` change their roles. Raises Misconfigured if the machines cannot hold them, and Unavailable
-        without Ray.
-
-        The result returns when that is reached, or a later call has replaced it. It raises the BatonError of a new
-        worker that will never start."""
+        """See `cluster.capacity.roll.FleetActuator`."""
         if not self._supervisor.runs:
             raise Unavailable("no worker has been planned yet: try again later")
         nodes = await self._driver.call("nodes", kind=tuple[NodeResources, ...], waits=False)
@@ -178,19 +171,15 @@ class Pools:
         return asyncio.ensure_future(self._supervisor.resize(plans))
 
     def roles(self) -> Mapping[str, WorkerRole]:
-        """The desired workers' roles by id."""
         return {plan.worker_id: plan.role for plan in self.plans}
 
     def serving(self) -> Mapping[str, WorkerRole]:
-        """The present roles of the workers that serve, by id."""
         return {worker_id: info.role for worker_id, info in self._supervisor.serving().items()}
 
     def start_s(self) -> float:
-        """The median seconds of the latest starts of workers; 0 before the first."""
         return statistics.median(self._starts_s.values()) if self._starts_s else 0.0
 
     def waiting_for(self) -> Sequence[str]:
-        """A phrase for each worker that keeps the desired state from being reached."""
         leaving = {plan.worker_id: plan.role for plan in self._supervisor.leaving}
         return missing(self.roles(), {**leaving, **self.serving()})
 
@@ -240,7 +229,6 @@ class Pools:
     # ------------------------------------------------------------------------------------------------------------------
 
     async def _adopt(self, left: LivingFleet) -> None:
-        """Goes on with the workers of an earlier process."""
         plans = {plan.worker_id: plan for plan in (*left.plans, *left.leaving)}
         running = {worker_id: RunningWorker(has_served=True) for worker_id in left.have_served}
         for living in left.living:

@@ -41,7 +41,6 @@ def no_ray(address: str, reason: str) -> Misconfigured:
 
 
 def _endpoint(address: str) -> tuple[str, int]:
-    """Raises Misconfigured."""
     try:
         parts = urlsplit(address if "://" in address else f"ray://{address}")
         if parts.scheme == "ray" and parts.hostname and parts.port:

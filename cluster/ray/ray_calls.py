@@ -49,7 +49,6 @@ class RayCalls:
         await self._shares.give_back(worker_id)
 
     async def leave(self, address: str) -> None:
-        """No worker is on this node any more."""
         await self._nodes.leave(address)
 
     async def on_node(self, address: str, method: str, arguments: tuple[Any, ...]) -> Any:

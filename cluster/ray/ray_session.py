@@ -73,7 +73,6 @@ def short_folder() -> Path:
 
 
 def end_private_ray(folder: Path) -> None:
-    """Kills every process of a Ray in this folder."""
     kill_users(folder / OURS)
 
 
@@ -155,7 +154,6 @@ class Machines:
                 task.cancel()
 
     async def _ended(self) -> str:
-        """Waits for the end of a private Ray."""
         from ray._private import worker
 
         node: Any = worker._global_node

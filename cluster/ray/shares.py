@@ -81,7 +81,6 @@ class RayShares:
             await self._remove(share.groups)
 
     async def node_ids(self, worker_id: str) -> Sequence[str]:
-        """The node of each rank."""
         from ray.util.placement_group import placement_group_table
 
         [group] = self._shares[worker_id].groups

@@ -69,7 +69,6 @@ class WorkerCalls:
 
 @contextmanager
 def _warned(what: str) -> Iterator[None]:
-    """Logs a worker's error, and goes on."""
     try:
         yield
     except BatonError as error:

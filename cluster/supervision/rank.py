@@ -189,7 +189,6 @@ class LocalRank:
         return work.done()
 
     def _steps(self) -> Progress:
-        """Reports every twentieth of the weights."""
         reported, start_s = -1, time.monotonic()
 
         def progress(done: int, total: int) -> None:

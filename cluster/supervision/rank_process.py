@@ -53,7 +53,6 @@ class RankProcess:
             self._tasks.add(self._loop.create_task(self._expect_contact()))
 
     async def meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves one supervisor until it is gone."""
         channel = MessageChannel(reader, writer, RANK_MESSAGES)
         match await channel.receive():
             case RankSpec() as orders:
@@ -83,7 +82,6 @@ class RankProcess:
             self.over.set()
 
     def orphaned(self, why: str) -> None:
-        """The cluster has ended."""
         if self.over.is_set():
             return
         log.warning("%s: the rank ends", why)

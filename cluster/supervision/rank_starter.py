@@ -83,7 +83,6 @@ def last_line(folder: Path, name: str) -> str:
 
 
 def forget(folder: Path, name: str) -> None:
-    """Removes the files of a process that has ended."""
     for file in (Path(socket_of(folder, name)), folder / f"{name}.err", folder / f"{name}.lock"):
         file.unlink(missing_ok=True)
 
@@ -169,13 +168,11 @@ class RankLink:
             await asyncio.sleep(CONTACT_S)
 
     async def stop(self) -> None:
-        """Requests the process to end, and returns when it has."""
         self._channel.send(StopRank())
         await self._channel.flush()
         await ended(self.pid)
 
     async def close(self) -> None:
-        """Kills the process if it has not ended yet, and removes its files."""
         self._contact.cancel()
         kill_process(self._folder, self.name, self.pid)
         await self._channel.close()
@@ -186,7 +183,6 @@ ExitStatus = Callable[[int], "int | None"]
 
 
 async def ended(pid: int) -> None:
-    """Returns when the process has ended."""
     try:
         end = os.pidfd_open(pid)
     except OSError:
@@ -212,7 +208,6 @@ def has_ended(pid: int) -> bool:
 
 
 async def why_ended(folder: Path, name: str, pid: int, exit_status: ExitStatus) -> str:
-    """The reason, in one line."""
     for _ in range(EXIT_STATUS_TRIES):
         if (status := exit_status(pid)) is not None:
             break

@@ -105,7 +105,6 @@ class WorkerSlot:
 
     @property
     def fields(self) -> dict[str, str]:
-        """The fields of a log record."""
         return {"worker": self.plan.worker_id}
 
 
@@ -159,7 +158,6 @@ class Supervisor:
 
     @property
     def plans(self) -> tuple[WorkerPlan, ...]:
-        """The desired state."""
         return tuple(self._desired.values())
 
     def run(
@@ -207,7 +205,6 @@ class Supervisor:
         return tuple(slot.plan for worker_id, slot in self._workers.items() if worker_id not in self._desired)
 
     def serving(self) -> Mapping[str, WorkerInfo]:
-        """The workers that serve now, by id."""
         return {worker_id: slot.info for worker_id, slot in self._workers.items() if slot.serves and slot.info}
 
     async def stop(self) -> None:

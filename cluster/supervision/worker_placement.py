@@ -170,7 +170,6 @@ def _order(plan: WorkerPlan) -> tuple[int, str, int]:
 
 
 def _name_parts(plan: WorkerPlan) -> tuple[str, int]:
-    """The role for which it was named, and its number."""
     name, _, number = plan.worker_id.rpartition("-")
     return (name.rpartition("-")[2], int(number)) if number.isdigit() else (plan.worker_id, 0)
 
@@ -242,7 +241,6 @@ def joined(nodes: Sequence[NodeResources]) -> Sequence[NodeResources]:
 
 
 def _sizes(pools: PoolsConfig, tp: int) -> list[int]:
-    """The ranks of each worker."""
     return [pools.tp(role, tp) for role, count in pools.counts().items() for _ in range(count)]
 
 
