@@ -59,12 +59,12 @@ def why_unhealthy(lanes: Iterable[LaneStats]) -> str:
 
 
 def merged(loads: Iterable[LaneLoad]) -> tuple[LaneLoad, ...]:
-    found: dict[tuple[str, str], LaneLoad] = {}
+    by_key: dict[tuple[str, str], LaneLoad] = {}
     for load in loads:
         key = load.transport, load.reason
-        known = found.get(key)
-        found[key] = load if known is None else _sum(known, load)
-    return tuple(found.values())
+        before = by_key.get(key)
+        by_key[key] = load if before is None else _sum(before, load)
+    return tuple(by_key.values())
 
 
 def _sum(one: LaneLoad, other: LaneLoad) -> LaneLoad:

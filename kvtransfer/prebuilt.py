@@ -57,8 +57,8 @@ def find(stem: str, flags: Sequence[str], sources: Sequence[Path]) -> Path | Non
     if not folder:
         return None
     has = processor_flags()
-    runnable = (one for one in instruction_sets() if one.needs <= has)
-    paths = (Path(folder) / file_name(stem, one, flags, sources) for one in runnable)
+    runnable = (instructions for instructions in instruction_sets() if instructions.needs <= has)
+    paths = (Path(folder) / file_name(stem, instructions, flags, sources) for instructions in runnable)
     return next((path for path in paths if path.is_file()), None)
 
 

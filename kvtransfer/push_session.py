@@ -98,7 +98,7 @@ class Session:
         """All that is left, in runs of layers of about `least_bytes` or more, in the order in which a step writes them:
         offered from now on. A run of many blocks is cut like any other offer."""
         layout, stop = self.ticket.layout, self.ticket.stop
-        found: list[tuple[int, Chunk]] = []  # with the model's layer that completes it
+        chunks: list[tuple[int, Chunk]] = []  # with the model's layer that completes it
         for group, first in enumerate(self._next):
             if first == stop:
                 continue
@@ -106,14 +106,14 @@ class Session:
             size = min(-(-least_bytes * len(layers) // ((stop - first) * layout.page_bytes(group))), len(layers))
             for layer in range(0, len(layers), size):
                 part = range(layer, min(layer + size, len(layers)))
-                found += [
+                chunks += [
                     (layers[part.stop - 1], self._chunk(group, block, num, part if len(part) < len(layers) else None))
                     for block in range(first, stop, self._max_chunk_blocks[group])
                     for num in (min(self._max_chunk_blocks[group], stop - block),)
                 ]
             self._offered(group, stop - first, now)
-        found.sort(key=lambda one: one[0])
-        return tuple([chunk for _, chunk in found])
+        chunks.sort(key=lambda one: one[0])
+        return tuple([chunk for _, chunk in chunks])
 
     def offered(self, chunk: Chunk, now: float) -> None:
         first = self.ticket.starts[chunk.group] + chunk.first_block

@@ -69,8 +69,8 @@ def _facts(layout: KVLayout) -> dict[str, object]:
     """The settings that both sides must agree on, by users' names; each name once for several parts."""
 
     def distinct(values: Iterable[object]) -> object:
-        found = tuple(dict.fromkeys(values))
-        return found[0] if len(found) == 1 else found
+        names = tuple(dict.fromkeys(values))
+        return names[0] if len(names) == 1 else names
 
     parts = [part for part in layout.parts if not part.is_scale]
     return {

@@ -194,7 +194,9 @@ class Ledger:
         )
         entry.arrived = {place for place in entry.arrived if place[1] < num_left[place[0]]}
         entry.partial = {place: bits for place, bits in entry.partial.items() if place[1] < num_left[place[0]]}
-        return tuple([one for table, num in zip(ticket.tables(), num_left, strict=True) for one in table[num:]])
+        return tuple(
+            [block_id for table, num in zip(ticket.tables(), num_left, strict=True) for block_id in table[num:]]
+        )
 
     def forgo(self, ticket_id: str, generation: int, num_passed: Sequence[int]) -> None:
         """Stops waiting for the blocks of each group that its window has passed."""
@@ -293,8 +295,8 @@ class Ledger:
         return entry.reservation if entry else None
 
     def tombstone(self, ticket_id: str, generation: int) -> Tombstone | None:
-        found = self._tombstones.get(ticket_id)
-        return found if found and found.generation == generation else None
+        tombstone = self._tombstones.get(ticket_id)
+        return tombstone if tombstone and tombstone.generation == generation else None
 
     def ticket_ids(self) -> Collection[str]:
         return self._live.keys()

@@ -217,10 +217,10 @@ class UnreadableMessage(Internal):
 
 
 def _tree(root: type[BatonError]) -> dict[str, type[BatonError]]:
-    found = {root.code: root}
+    types = {root.code: root}
     for child in root.__subclasses__():
-        found |= _tree(child)
-    return found
+        types |= _tree(child)
+    return types
 
 
 ERRORS_BY_CODE: dict[str, type[BatonError]] = _tree(BatonError) | {Internal.code: Internal}

@@ -121,7 +121,7 @@ class CheckedSettings:
 
 def _without_none(kind: Any) -> Any:
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
+        (kind,) = (choice for choice in typing.get_args(kind) if choice is not types.NoneType)
     return kind
 
 

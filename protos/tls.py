@@ -61,9 +61,9 @@ class PeerTls:
     )
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in ("ca", "cert", "key")}
-        missing = [name for name, path in given.items() if not path]
-        if missing and len(missing) < len(given):
+        paths = {name: getattr(self, name) for name in ("ca", "cert", "key")}
+        missing = [name for name, path in paths.items() if not path]
+        if missing and len(missing) < len(paths):
             raise Misconfigured(
                 f"peers: {missing[0]} is missing: give ca, cert and key, or none of them", param=f"peers.{missing[0]}"
             )

@@ -380,11 +380,11 @@ class SpeculationLoad(Value, frozen=True, kw_only=True):
 
     @property
     def num_drafted(self) -> int:
-        return sum([sum(one.drafted_at) for one in self.sources])
+        return sum([sum(counts.drafted_at) for counts in self.sources])
 
     @property
     def num_accepted(self) -> int:
-        return sum([sum(one.accepted_at) for one in self.sources])
+        return sum([sum(counts.accepted_at) for counts in self.sources])
 
 
 class WorkerLoad(Value, frozen=True, kw_only=True):

@@ -209,12 +209,12 @@ def _bind(cpus: tuple[int, ...]) -> None:
 
 def parse_cpus(text: str) -> set[int]:
     """{0, 1, 2, 8} of "0-2,8"; {} for an invalid list."""
-    found: set[int] = set()
+    cores: set[int] = set()
     with suppress(ValueError):
         for part in text.strip().split(","):
             first, _, last = part.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
-        return found
+            cores.update(range(int(first), int(last or first) + 1))
+        return cores
     return set()
 
 

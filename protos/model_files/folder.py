@@ -36,8 +36,8 @@ class FolderFiles:
 
     def json(self, name: str) -> Mapping[str, Any] | None:
         """config.json of a model that reads images too is that of its text part."""
-        found = read_object(self.path / name)
-        return text_part(found) if name == "config.json" and found is not None else found
+        content = read_object(self.path / name)
+        return text_part(content) if name == "config.json" and content is not None else content
 
     def text(self, name: str) -> str | None:
         text = read_text(self.path / name)
@@ -54,8 +54,8 @@ class FolderFiles:
         """Weight files that are read: others may lie beside them, such as a copy in one file."""
         shards = (read_object(self.path / INDEX) or {}).get("weight_map")
         names = set(shards.values()) if isinstance(shards, dict) else self.unindexed_weights()
-        found = sorted(path for name in names if (path := self.path / str(name)).is_file())
-        return found or sorted(self.path.glob("*.safetensors"))
+        files = sorted(path for name in names if (path := self.path / str(name)).is_file())
+        return files or sorted(self.path.glob("*.safetensors"))
 
     def unindexed_weights(self) -> list[str]:
         """Names of the files with weights where there is no index."""

@@ -22,16 +22,16 @@ class HubName:
     @classmethod
     def of(cls, text: str) -> HubName | None:
         """None for a path that exists, or that cannot be a name of the hub."""
-        found = _NAME.fullmatch(text)
-        if found is None or Path(text).exists() or found[1].lower().endswith(".gguf"):
+        match = _NAME.fullmatch(text)
+        if match is None or Path(text).exists() or match[1].lower().endswith(".gguf"):
             return None
-        return cls(repository=found[1], revision=found[2] or "", file=found[3] or "")
+        return cls(repository=match[1], revision=match[2] or "", file=match[3] or "")
 
     @classmethod
     def of_cached(cls, path: str | Path) -> HubName | None:
         """The name, with its commit, of a path in the hub's cache; None for another path."""
-        found = _CACHED.search(Path(path).absolute().as_posix())
-        return found and cls(repository=f"{found[1]}/{found[2]}", revision=found[3], file=found[4] or "")
+        match = _CACHED.search(Path(path).absolute().as_posix())
+        return match and cls(repository=f"{match[1]}/{match[2]}", revision=match[3], file=match[4] or "")
 
     @property
     def model(self) -> str:

@@ -56,11 +56,11 @@ def is_gguf(path: Path) -> bool:
 def _in_folder(folder: Path) -> ModelFiles:
     if (folder / "config.json").is_file():
         return FolderFiles(folder)
-    found = {first_shard(file) for file in folder.glob("*.gguf") if not file.name.startswith("mmproj")}
-    if len(found) == 1:
-        return GGUFFiles.open(found.pop())
-    if found:
-        names = listed(sorted(file.name for file in found))
+    shards = {first_shard(file) for file in folder.glob("*.gguf") if not file.name.startswith("mmproj")}
+    if len(shards) == 1:
+        return GGUFFiles.open(shards.pop())
+    if shards:
+        names = listed(sorted(file.name for file in shards))
         raise BadCheckpoint(f"{folder} holds several GGUF models ({names}): give one of these files")
     if snapshots := sorted((folder / "snapshots").glob("*")):
         raise BadCheckpoint(

@@ -34,7 +34,7 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     found.pop("architectures", None)
     ends = [config.get("eos_token_id"), text.get("eos_token_id")]
     found["eos_token_id"] = [
-        one for end in ends if end is not None for one in (end if isinstance(end, list) else [end])
+        end_id for end in ends if end is not None for end_id in (end if isinstance(end, list) else [end])
     ]
     if (name := _CLASSES.get(kind)) is not None:
         found["architectures"] = [name]

@@ -71,8 +71,8 @@ class LinearAdapters:
         """The updates of the present step, and the places of their tokens."""
         if not self._step.tokens:
             return []
-        found = ((self.updates.get(one.adapter_id), one.places_T) for one in self._step.tokens)
-        return [(update, places_T) for update, places_T in found if update is not None]
+        updates = ((self.updates.get(rows.adapter_id), rows.places_T) for rows in self._step.tokens)
+        return [(update, places_T) for update, places_T in updates if update is not None]
 
     def product(self, x_TI: torch.Tensor, weight: Matrix, bias_O: torch.Tensor | None) -> torch.Tensor:
         """The layer's product [T, O], with what adapters add."""

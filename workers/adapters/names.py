@@ -11,19 +11,19 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}")
 
 def parse_adapters(text: str, setting: str = "adapters") -> dict[str, str]:
     """Paths by name. Raises Misconfigured."""
-    found: dict[str, str] = {}
-    for one in filter(None, map(str.strip, text.split(","))):
-        name, equals, path = (part.strip() for part in one.partition("="))
+    paths: dict[str, str] = {}
+    for pair in filter(None, map(str.strip, text.split(","))):
+        name, equals, path = (part.strip() for part in pair.partition("="))
         if not equals or not path:
             raise Misconfigured(
-                f"{setting} = {text!r}: write {one!r} as NAME=PATH, the adapter's folder", param=setting
+                f"{setting} = {text!r}: write {pair!r} as NAME=PATH, the adapter's folder", param=setting
             )
         if why := why_no_name(name):
             raise Misconfigured(f"{setting} = {text!r}: {why}", param=setting)
-        if name in found:
+        if name in paths:
             raise Misconfigured(f"{setting} = {text!r}: the name {name} is given twice: give each once", param=setting)
-        found[name] = path
-    return found
+        paths[name] = path
+    return paths
 
 
 def check_name(name: str, model: str) -> None:

@@ -134,8 +134,8 @@ def _refuse(config: Fields) -> None:
             "adapter with PEFT's path_initial_model_for_weight_conversion, which makes it one for the model's own",
             param="init_lora_weights",
         )
-    known = _OF_TRAINING | _REFUSED.keys()
-    if unknown := sorted(name for name in config.names() if name not in known and config.raw(name)):
+    expected = _OF_TRAINING | _REFUSED.keys()
+    if unknown := sorted(name for name in config.names() if name not in expected and config.raw(name)):
         log.warning("%s: fields that this version does not know have no effect: %s", config.where, ", ".join(unknown))
 
 

@@ -139,13 +139,13 @@ class Engine:
     def abort(self, request_ids: Collection[str]) -> int:
         """Ends requests and reservations, and returns how many of them were here. Their blocks are free then, unless a
         step in flight computes them or a transfer still reads them."""
-        known: list[str] = []
+        names: list[str] = []
         unknown: list[str] = []  # in order: a simulated run must not depend on hashes of strings
         for request_id in dict.fromkeys(request_ids):
-            (known if request_id in self._scheduler else unknown).append(request_id)
+            (names if request_id in self._scheduler else unknown).append(request_id)
         if self._grammars is not None:
-            self._grammars.release(known)
-        return self._scheduler.abort(known) + sum(self._role.withdraw(request_id) for request_id in unknown)
+            self._grammars.release(names)
+        return self._scheduler.abort(names) + sum(self._role.withdraw(request_id) for request_id in unknown)
 
     def migrate(self, move: MoveRequest, now: float) -> None:
         """Begins to migrate a request to the ticket's worker; a later `step` returns that it has moved or stays.

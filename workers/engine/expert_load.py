@@ -32,9 +32,9 @@ class ExpertLoad:
         num, placed = self._num_ranks, self._found.placed
         experts, ranks, worst = max(map(_imbalance, self._counts), default=0.0), 0.0, None
         for counts_X in self._counts if num > 1 else ():
-            found = _imbalance(torch.stack([counts_X[rank::num].sum() for rank in range(num)]))
-            if found > ranks:
-                ranks, worst = found, counts_X
+            by_rank = _imbalance(torch.stack([counts_X[rank::num].sum() for rank in range(num)]))
+            if by_rank > ranks:
+                ranks, worst = by_rank, counts_X
         if places and worst is not None:
             num_slots = (-(-len(worst) // num) + 1) * num
             placed = place_experts(worst.tolist(), num_slots=num_slots, num_ranks=num).imbalance

@@ -66,6 +66,6 @@ def without(mask: Mask, banned_ids: Collection[int]) -> Mask:
     if not banned_ids:
         return mask
     ids = np.array(list(banned_ids))
-    kept = mask.copy()
-    np.bitwise_and.at(kept, ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)).view(np.int32))
-    return kept if kept.any() else mask
+    copy = mask.copy()
+    np.bitwise_and.at(copy, ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)).view(np.int32))
+    return copy if copy.any() else mask

@@ -100,7 +100,7 @@ class _Standing:
     further: Future[list[Mask]] | None = None  # the masks after drafts
 
     def leads_to(self, grammar: str, output_ids: tuple[int, ...]) -> bool:
-        is_whole = all(one is None or (one.done() and one.exception() is None) for one in (self.made, self.further))
+        is_whole = all(each is None or (each.done() and each.exception() is None) for each in (self.made, self.further))
         return is_whole and self.grammar == grammar and self.output_ids == output_ids[: len(self.output_ids)]
 
 
@@ -175,7 +175,7 @@ class GuidanceGrammars:
         further = self._standing[request_id].further
         if further is None or not (further.done() or self._waited(further)) or further.exception() is not None:
             return ()
-        return [without(mask, one.banned_ids) for mask, one in zip(further.result(), samples[1:], strict=False)]
+        return [without(mask, each.banned_ids) for mask, each in zip(further.result(), samples[1:], strict=False)]
 
     def release(self, request_ids: Collection[str]) -> None:
         for request_id in request_ids:
@@ -219,14 +219,14 @@ class GuidanceGrammars:
             self._num_chars -= len(gone.grammar)
 
     def _compile(self, grammar: str) -> _Compiled:
-        found = self._compiled.pop(grammar, None)
-        if found is None:
-            found = _Compiled(self._threads[_newcomers(grammar)].submit(self._matcher, grammar))
+        compiled = self._compiled.pop(grammar, None)
+        if compiled is None:
+            compiled = _Compiled(self._threads[_newcomers(grammar)].submit(self._matcher, grammar))
             self._num_chars += len(grammar)
-        self._compiled[grammar] = found
+        self._compiled[grammar] = compiled
         while len(self._compiled) > 1 and (len(self._compiled) > MAX_COMPILED or self._num_chars > MAX_COMPILED_CHARS):
             self._num_chars -= len(self._compiled.popitem(last=False)[0])
-        return found
+        return compiled
 
     # -- on other threads ----------------------------------------------------------------------------------------------
 
@@ -327,20 +327,20 @@ class GuidanceGrammars:
         return mask
 
     def _ends(self, mask: Mask) -> bool:
-        return any(mask[one // 32] >> (one % 32) & 1 for one in self._eos_ids)
+        return any(mask[each // 32] >> (each % 32) & 1 for each in self._eos_ids)
 
     def _without_end(self, mask: Mask) -> Mask:
         """Raises InvalidRequest for a grammar that names the end-of-sequence token by its id."""
-        kept = mask.copy()
-        for one in self._eos_ids:
-            kept[one // 32] &= ~np.array(1 << (one % 32), dtype=np.uint32).view(np.int32)
-        if not kept.any():
+        allowed = mask.copy()
+        for each in self._eos_ids:
+            allowed[each // 32] &= ~np.array(1 << (each % 32), dtype=np.uint32).view(np.int32)
+        if not allowed.any():
             raise InvalidRequest(
                 f"the grammar names a token that ends an answer ({', '.join(map(str, self._eos_ids))}): leave it out, "
                 "an answer ends by itself where its grammar is fulfilled",
                 param="grammar",
             )
-        return kept
+        return allowed
 
     def _take(self, matcher: LLMatcher, token_ids: Sequence[int]) -> None:
         """The library releases the GIL for several matchers but not for one, so an empty one is added. Otherwise a
@@ -382,16 +382,16 @@ def without_specials(tokenizer: str) -> str:
     The library takes the shortest tokens for a text that a grammar gives, and would take the end of the answer for its
     text; and a grammar could name it. Masks hold token ids: they do not depend on the names."""
     state, secret = json.loads(tokenizer), secrets.token_hex(16)
-    names = {one["content"]: f"\ufdd0{secret}{one['id']}\ufdd1" for one in state["added_tokens"] if one["special"]}
-    for one in state["added_tokens"]:
-        one["content"] = names.get(one["content"], one["content"])
+    names = {each["content"]: f"\ufdd0{secret}{each['id']}\ufdd1" for each in state["added_tokens"] if each["special"]}
+    for each in state["added_tokens"]:
+        each["content"] = names.get(each["content"], each["content"])
     model = state["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(word, word): token_id for word, token_id in model["vocab"].items()}
     else:
         model["vocab"] = [[names.get(word, word), *rest] for word, *rest in model["vocab"]]
     if "merges" in model:
-        pairs = (one.split(" ") if isinstance(one, str) else one for one in model["merges"])
+        pairs = (each.split(" ") if isinstance(each, str) else each for each in model["merges"])
         model["merges"] = [[a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))]
     if isinstance(unknown := model.get("unk_token"), str):
         model["unk_token"] = names.get(unknown, unknown)

@@ -202,9 +202,9 @@ class Draws:
         with np.errstate(divide="ignore"):
             floors = np.log(np.array(min_ps, dtype=np.float64))
         real = np.stack((np.array(temperatures, dtype=np.float64), floors, np.array(top_ps, dtype=np.float64)))
-        kept = [min(top_k or vocab_size, vocab_size) for top_k in top_ks]
+        limits = [min(top_k or vocab_size, vocab_size) for top_k in top_ks]
         words = [[number % 2**64 for number in numbers] for numbers in (seeds, indices)]
-        whole = np.array([kept, *words], dtype=np.uint64).view(np.int64)
+        whole = np.array([limits, *words], dtype=np.uint64).view(np.int64)
         reals, wholes = (to_device(array, device) for array in (real, whole))
         return cls(
             temperature_R=reals[0],

@@ -165,8 +165,8 @@ class BlockPool:
         if host is None:
             return here
         if self.has_groups:
-            found = self._match_groups(hashes, lambda name: name in self._by_hash or name in host)
-            return replace(found, num_here=here.num_blocks)
+            matched = self._match_groups(hashes, lambda name: name in self._by_hash or name in host)
+            return replace(matched, num_here=here.num_blocks)
         first = here.num_blocks
         stop = first + len(host.match(hashes[first:]))
         return CachedPrefix(
@@ -215,7 +215,8 @@ class BlockPool:
     ) -> CachedPrefix:
         cached = self._by_hash
         tables = [
-            [PASSED] * passed + [cached.get(page_hash(one, group), ON_HOST) for one in hashes[passed:num_blocks]]
+            [PASSED] * passed
+            + [cached.get(page_hash(block_hash, group), ON_HOST) for block_hash in hashes[passed:num_blocks]]
             for group, passed in enumerate(num_passed)
         ]
         on_host = [

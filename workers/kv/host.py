@@ -230,7 +230,7 @@ class HostPool:
     def _take(self) -> int:
         if self._free:
             return self._free.pop()
-        block_hash = next(one for one, (slot, _) in self._kept.items() if slot not in self._pins)
+        block_hash = next(kept_hash for kept_hash, (slot, _) in self._kept.items() if slot not in self._pins)
         slot, _ = self._kept.pop(block_hash)
         if len(block_hash) == BLOCK_HASH_BYTES:
             self._record(BlockRemoved(hashes=(block_hash,), tier=Tier.HOST))

@@ -67,14 +67,14 @@ class CpuCopies:
 
     def offload(self, block_ids: Sequence[int], slots: Sequence[int]) -> None:
         for block_id, slot in zip(block_ids, slots, strict=True):
-            for data, kept in self._pairs:
-                kept[slot].copy_(data[:, :, block_id])
+            for data, slots_of in self._pairs:
+                slots_of[slot].copy_(data[:, :, block_id])
 
     def onload(self, load_id: int, slots: Sequence[int], block_ids: Sequence[int]) -> None:
         begun_s = time.perf_counter()
         for block_id, slot in zip(block_ids, slots, strict=True):
-            for data, kept in self._pairs:
-                data[:, :, block_id].copy_(kept[slot])
+            for data, slots_of in self._pairs:
+                data[:, :, block_id].copy_(slots_of[slot])
         self._loaded.append(FinishedOnload(load_id=load_id, elapsed_s=time.perf_counter() - begun_s))
 
     def finished(self) -> Sequence[FinishedOnload]:

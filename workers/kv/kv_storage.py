@@ -236,9 +236,9 @@ class KVStorage:
         """For each piece and tensor: its part of the payload, the cache, and the rows of the one in the other; a row is
         a unit of one head, or a whole block where that is what is wanted. Cache and part are [L, P, rows, elements]."""
         owners = list(self._owners(cut))
-        sizes = [one._piece_bytes(of, piece, tensor) // payload.itemsize for one, of, piece, tensor in owners]
-        for (one, of, piece, tensor), flat in zip(owners, torch.split(payload, sizes), strict=True):
-            yield one._piece(of, piece, tensor, flat)
+        sizes = [storage._piece_bytes(of, piece, tensor) // payload.itemsize for storage, of, piece, tensor in owners]
+        for (storage, of, piece, tensor), flat in zip(owners, torch.split(payload, sizes), strict=True):
+            yield storage._piece(of, piece, tensor, flat)
 
     def _piece(
         self, cut: Cut, piece: range, tensor: torch.Tensor, flat: torch.Tensor
@@ -275,7 +275,7 @@ def _as_typed(view: torch.Tensor, part: KVPart) -> torch.Tensor:
 
 def _alike(parts: Sequence[KVPart]) -> list[list[KVPart]]:
     """Wide elements first: a payload has one after the other, and each begins at a multiple of its own element."""
-    found: dict[KVPart, list[KVPart]] = {}
+    same_parts: dict[KVPart, list[KVPart]] = {}
     for part in parts:
-        found.setdefault(replace(part, name=""), []).append(part)
-    return sorted(found.values(), key=lambda alike: -DTYPES[alike[0].dtype].itemsize)
+        same_parts.setdefault(replace(part, name=""), []).append(part)
+    return sorted(same_parts.values(), key=lambda alike: -DTYPES[alike[0].dtype].itemsize)

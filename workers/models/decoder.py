@@ -150,9 +150,9 @@ class Decoder:
 
     def packed_layers(self) -> list[LayerWeights] | None:
         """Weights of every layer, once packed, if compiled code can do all that each of them does."""
-        found = [layer.packed() for layer in self._layers]
-        weights = [layer for layer in found if layer is not None]
-        return weights if len(weights) == len(found) else None
+        packed = [layer.packed() for layer in self._layers]
+        weights = [layer for layer in packed if layer is not None]
+        return weights if len(weights) == len(packed) else None
 
     def layer_form(self) -> LayerForm | None:
         """The settings that all layers share; None if compiled code cannot compute them."""

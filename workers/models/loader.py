@@ -121,8 +121,10 @@ def _stored_as(config: ModelConfig, slots: list[Slot], source: WeightSource) -> 
     """The encoding of the linear layers, with the bits of their scales: "gptq-int4-g128, 4.16 bits a weight"."""
     linear = {slot.name for slot in slots if not slot.name.endswith(_NOT_LINEAR)}
     stored = [source.describe(name) for name in sorted(linear)]
-    label = config.weight_format.label if config.weight_format else "-".join(sorted({one.dtype for one in stored}))
-    num_bytes = sum(one.num_bytes for one in stored)
+    label = (
+        config.weight_format.label if config.weight_format else "-".join(sorted({tensor.dtype for tensor in stored}))
+    )
+    num_bytes = sum(tensor.num_bytes for tensor in stored)
     rounding = config.weight_format.settings if config.weight_format else None
     if isinstance(rounding, RoundedLayers):
         rounded = {
@@ -156,11 +158,11 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
 
 def _of_mtp_layers(folder: Path, config: ModelConfig, names: frozenset[str]) -> set[str]:
     """Tensors of the layers for multi-token prediction, which stand behind the decoder's."""
-    found = {name for name in names if name.startswith(config.mtp_prefixes)}
-    if found:
+    mtp_names = {name for name in names if name.startswith(config.mtp_prefixes)}
+    if mtp_names:
         layers = ", ".join(prefix.split(".")[2] for prefix in config.mtp_prefixes)
         log.info("%s: layers for multi-token prediction (%s) are not loaded", folder, layers)
-    return found
+    return mtp_names
 
 
 def _is_empty_bias(folder: Path, name: str, layers: set[str], source: WeightSource) -> bool:

@@ -216,7 +216,7 @@ def check_parallel(config: ModelConfig, tp: int, setting: str = "tp", *, expert_
         return
     heads, kv_heads = config.num_heads, config.num_kv_heads
     widths = " and ".join(f"{name} {width}" for name, width in _widths(config, expert_parallel).items())
-    possible = ", ".join(str(one) for one in range(1, heads + 1) if _shares(config, one, expert_parallel))
+    possible = ", ".join(str(number) for number in range(1, heads + 1) if _shares(config, number, expert_parallel))
     whole, apart = "", ""
     if config.experts is not None and expert_parallel:
         whole = f", be at most the number of experts {config.experts.num_experts}"
@@ -245,7 +245,7 @@ def weight_bytes(path: str | Path, dtype: str, quantize: Quantize = "off") -> in
     as they are loaded as integers with their scales, others converted to `dtype`; none for multi-token prediction."""
     is_known = is_ours(Fields.of_file(open_model(path), "config.json"))
     left_out = read_config(path, quantize).mtp_prefixes if is_known else ()
-    tensors = {name: one for name, one in stored_tensors(Path(path)).items() if not name.startswith(left_out)}
+    tensors = {name: tensor for name, tensor in stored_tensors(Path(path)).items() if not name.startswith(left_out)}
     if quantize == "off":
         return sum(_loaded_bytes(name, stored, dtype) for name, stored in tensors.items())
     rounding, total = RoundedLayers(levels=quantize), 0
@@ -263,7 +263,13 @@ def weight_bytes(path: str | Path, dtype: str, quantize: Quantize = "off") -> in
 
 def mtp_bytes(path: str | Path, model: ModelConfig, dtype: str) -> int:
     prefix = f"model.layers.{model.num_layers}."
-    return sum([_loaded_bytes(*one, dtype) for one in stored_tensors(Path(path)).items() if one[0].startswith(prefix)])
+    return sum(
+        [
+            _loaded_bytes(name, tensor, dtype)
+            for name, tensor in stored_tensors(Path(path)).items()
+            if name.startswith(prefix)
+        ]
+    )
 
 
 def _loaded_bytes(name: str, stored: StoredTensor, dtype: str) -> int:
@@ -286,14 +292,14 @@ def _shares(config: ModelConfig, tp: int, expert_parallel: bool) -> bool:
 
 
 def _widths(config: ModelConfig, expert_parallel: bool) -> dict[str, int]:
-    experts, found = config.experts, {}
+    experts, sizes = config.experts, {}
     if experts is None or not all(experts.sparse):
-        found["MLP size"] = config.intermediate_size
+        sizes["MLP size"] = config.intermediate_size
     if experts is not None and not expert_parallel:
-        found["expert size"] = experts.width
+        sizes["expert size"] = experts.width
     if experts is not None and experts.shared_width:
-        found["shared expert's size"] = experts.shared_width
-    return found
+        sizes["shared expert's size"] = experts.shared_width
+    return sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,9 +102,9 @@ def _evened(packs: list[list[int]], weights: Sequence[float]) -> list[list[int]]
         heavy = max(range(len(packs)), key=lambda pack: sums[pack])
         best = None
         for light in range(len(packs)):
-            for mine, one in enumerate(packs[heavy]):
+            for mine, each in enumerate(packs[heavy]):
                 for theirs, other in enumerate(packs[light]):
-                    moved = weights[one] - weights[other]
+                    moved = weights[each] - weights[other]
                     highest = max(sums[heavy] - moved, sums[light] + moved)
                     if moved > 0 and highest < sums[heavy] * (1 - 1e-9) and (best is None or highest < best[0]):
                         best = highest, light, mine, theirs, moved

@@ -67,14 +67,14 @@ class RankOperations(StepOperations, CopyOperations, AdapterOperations, Transfer
 
 
 def operations_of(protocol: type) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    operations: dict[str, Any] = {}
     for base in reversed(protocol.__mro__):
         for name, method in vars(base).items():
             if not name.startswith("_") and callable(method):
                 hints = get_type_hints(method)
                 del hints["return"]
-                found[name] = tuple.__class_getitem__(tuple(hints.values()))
-    return found
+                operations[name] = tuple.__class_getitem__(tuple(hints.values()))
+    return operations
 
 
 STOP = "stop"

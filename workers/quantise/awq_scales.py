@@ -110,7 +110,7 @@ def clipped_scales(
 ) -> torch.Tensor:
     """[O, G]: of each group the scale, at most that of rounding to nearest, with the least error of its outputs."""
     whole_OG = rounding.scales(weight_OI, torch.float32)
-    found = []
+    scales = []
     size = rounding.group_size
     groups = zip(torch.split(weight_OI, size, dim=1), torch.split(rows_SI, size, dim=1), strict=True)
     for group, (weight_OK, rows_SK) in enumerate(groups):
@@ -126,5 +126,5 @@ def clipped_scales(
                 best_O = torch.where(error_O < least_O, scale_O.squeeze(1), best_O)
                 least_O = torch.minimum(error_O, least_O)
         assert best_O is not None
-        found.append(best_O)
-    return torch.stack(found, dim=1).to(dtype)
+        scales.append(best_O)
+    return torch.stack(scales, dim=1).to(dtype)

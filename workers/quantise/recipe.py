@@ -39,7 +39,9 @@ class QuantiseRecipe:
             scheme = ("group", size) if size in (self.group_size, *_SMALLER_GROUPS) else ("channel", None)
             of_size.setdefault(scheme, []).append(kind)
         most, *others = sorted(of_size, key=lambda scheme: -len(of_size[scheme]))
-        groups = [self._group(*one, [f"re:.*{kind.replace('.', '[.]')}$" for kind in of_size[one]]) for one in others]
+        groups = [
+            self._group(*each, [f"re:.*{kind.replace('.', '[.]')}$" for kind in of_size[each]]) for each in others
+        ]
         groups.append(self._group(*most, ["Linear"]))
         return {
             "config_groups": {f"group_{place}": group for place, group in enumerate(groups)},

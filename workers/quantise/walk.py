@@ -108,8 +108,8 @@ class LayerWalk:
         head.pack()
         total, count = 0.0, 0
         for batch, stream_TE in zip(self._batches, self._streams_TE, strict=True):
-            rows = [start + place for start, one in _placed(batch) for place in range(len(one) - 1)]
-            labels = [token for one in batch for token in one[1:]]
+            rows = [start + place for start, sequence in _placed(batch) for place in range(len(sequence) - 1)]
+            labels = [token for sequence in batch for token in sequence[1:]]
             for first in range(0, len(rows), _LOGIT_ROWS):
                 some = slice(first, first + _LOGIT_ROWS)
                 logits = head.logits(norm(stream_TE[rows[some]]))
@@ -157,17 +157,17 @@ def _placed(batch: Sequence[Sequence[int]]) -> list[tuple[int, Sequence[int]]]:
 
 def _starts(batch: Sequence[Sequence[int]]) -> tuple[int, ...]:
     starts = [0]
-    for one in batch:
-        starts.append(starts[-1] + len(one))
+    for sequence in batch:
+        starts.append(starts[-1] + len(sequence))
     return tuple(starts)
 
 
 def _ids(batch: Sequence[Sequence[int]]) -> torch.Tensor:
-    return torch.tensor([token for one in batch for token in one])
+    return torch.tensor([token for sequence in batch for token in sequence])
 
 
 def _inputs(batch: Sequence[Sequence[int]]) -> AttentionInputs:
-    lengths = tuple(len(one) for one in batch)
+    lengths = tuple(len(sequence) for sequence in batch)
     return AttentionInputs(
         positions_T=torch.cat([torch.arange(length) for length in lengths]),
         query_starts=_starts(batch),

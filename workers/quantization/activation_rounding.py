@@ -44,8 +44,8 @@ class ActivationRounding:
         CPU the host does not look: a CUDA graph could not be captured."""
         if self.outliers_from is None:
             return None
-        found = torch.where(x_TI.abs() >= self.outliers_from, x_TI, 0.0)
-        return found if found.device.type != "cpu" or bool(found.any()) else None
+        outliers = torch.where(x_TI.abs() >= self.outliers_from, x_TI, 0.0)
+        return outliers if outliers.device.type != "cpu" or bool(outliers.any()) else None
 
     def _scale(self, largest: torch.Tensor) -> torch.Tensor:
         scale = largest / torch.full_like(largest, _LARGEST[self.levels])  # by a number CUDA multiplies by its inverse

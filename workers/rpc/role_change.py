@@ -50,8 +50,8 @@ class RoleChange:
         a role that this worker cannot have."""
         role = role or self._role
         if role is not self._role and role not in self._roles:
-            known = ", ".join(self._roles) or "none"
-            raise InvalidRequest(f"a {self._role} worker cannot become a {role} worker; roles: {known}", param="role")
+            names = ", ".join(self._roles) or "none"
+            raise InvalidRequest(f"a {self._role} worker cannot become a {role} worker; roles: {names}", param="role")
         if role is self._to:
             return
         self._to = role

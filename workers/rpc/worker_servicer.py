@@ -200,8 +200,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def _read(self, messages: AsyncIterator[Any], stream: GatewayStream) -> None:
         try:
             async for message in messages:
-                for one in (message, *message.further):
-                    self._dispatch(stream, one)
+                for each in (message, *message.further):
+                    self._dispatch(stream, each)
         except ValueError as error:  # an unknown enum value: a peer of another version
             log.error("gateway %s sent a message that this worker cannot read: %s", stream.gateway_id, error)
         finally:

@@ -125,11 +125,11 @@ class DecodeGraphs:
         return self._logits_PV[:size]
 
     def _put(self, inputs: ModelInputs, size: int) -> ModelInputs:
-        given = inputs.attention
-        numbers = inputs.token_ids_T, given.positions_T, *(group.slots_T for group in given.tables)
+        attention = inputs.attention
+        numbers = inputs.token_ids_T, attention.positions_T, *(group.slots_T for group in attention.tables)
         for place_P, numbers_P in zip(self._numbers_GP, numbers, strict=True):
             place_P[:size].copy_(numbers_P)
-        for place_PB, group in zip(self._tables_GPB, given.tables, strict=True):
+        for place_PB, group in zip(self._tables_GPB, attention.tables, strict=True):
             place_PB[:size, : group.block_tables_SB.shape[1]].copy_(group.block_tables_SB)
         token_ids_P, positions_P, *slots = self._numbers_GP[:, :size]
         tables = tuple(
@@ -138,7 +138,7 @@ class DecodeGraphs:
         )
         return ModelInputs(
             token_ids_T=token_ids_P,
-            attention=replace(given, positions_T=positions_P, tables=tables),
+            attention=replace(attention, positions_T=positions_P, tables=tables),
             logit_rows=self._rows_P[:size],
             prompt_lens=inputs.prompt_lens,
         )

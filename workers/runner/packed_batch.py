@@ -86,11 +86,11 @@ def pack(batch: Batch, *, block_size: int, sampled: Mapping[int, int], splits_dr
 
 def _adapters(rows: Sequence[Row], rows_T: NDArray[np.int64]) -> tuple[tuple[str, NDArray[np.int64] | None], ...]:
     adapters_S = [row.adapter for row in rows]
-    found = tuple(dict.fromkeys(filter(None, adapters_S)))
-    if found == (adapters_S[0],) and all(adapters_S):
-        return ((found[0], None),)
-    numbers_T = np.array([found.index(name) if name else -1 for name in adapters_S])[rows_T]
-    return tuple([(name, np.flatnonzero(numbers_T == number)) for number, name in enumerate(found)])
+    adapters = tuple(dict.fromkeys(filter(None, adapters_S)))
+    if adapters == (adapters_S[0],) and all(adapters_S):
+        return ((adapters[0], None),)
+    numbers_T = np.array([adapters.index(name) if name else -1 for name in adapters_S])[rows_T]
+    return tuple([(name, np.flatnonzero(numbers_T == number)) for number, name in enumerate(adapters)])
 
 
 def _tables(

@@ -30,9 +30,9 @@ def penalise(logits_RV: torch.Tensor, samples: Sequence[Sample], latest_R: torch
     if not rows:
         return
     penalised = [samples[row] for row in rows]
-    known = [_known(one) for one in penalised]
-    owners = np.repeat(np.arange(len(rows)), [len(ids) for ids, _ in known])
-    pairs = np.stack((owners, *(np.concatenate(arrays) for arrays in zip(*known, strict=True))))
+    counted = [_known(one) for one in penalised]
+    owners = np.repeat(np.arange(len(rows)), [len(ids) for ids, _ in counted])
+    pairs = np.stack((owners, *(np.concatenate(arrays) for arrays in zip(*counted, strict=True))))
     owners_P, ids_P, counts_P = to_device(pairs, logits_RV.device)
     rows_Q = to_device(np.array(rows), logits_RV.device)
     penalties = _Penalties.of(penalised, logits_RV.device)

@@ -75,7 +75,7 @@ def sample(
     """
     adjusted_RV = _adjust(logits_RV, samples, latest_R, masks or {})
     ids_R = _choose_on_gpu(adjusted_RV, samples) if logits_RV.is_cuda else _choose(adjusted_RV, samples)
-    scored = [(row, one.params.logprobs) for row, one in enumerate(samples) if one.params.logprobs is not None]
+    scored = [(row, each.params.logprobs) for row, each in enumerate(samples) if each.params.logprobs is not None]
     broken_R = logits_RV[:, 0].isnan()  # a hidden state that is not finite makes all logits NaN
     if not scored:
         return Drawn(ids_R, broken_R, {}, None)
@@ -90,9 +90,9 @@ def _adjust(
 ) -> torch.Tensor:
     """Logits after bans, bias, penalties and masks: the same tensor when there are none, a copy otherwise."""
     # Banned ids of rows with a grammar are in their masks, which always allow a token.
-    banned = _pairs(samples, lambda one: ((token_id, 0.0) for token_id in one.banned_ids if not one.params.grammar))
-    biased = _pairs(samples, lambda one: one.params.logit_bias)
-    if not (banned or biased or masks or any(is_penalised(one.params) for one in samples)):
+    banned = _pairs(samples, lambda each: ((token_id, 0.0) for token_id in each.banned_ids if not each.params.grammar))
+    biased = _pairs(samples, lambda each: each.params.logit_bias)
+    if not (banned or biased or masks or any(is_penalised(each.params) for each in samples)):
         return logits_RV
     logits_RV = logits_RV.clone()
     device = logits_RV.device
@@ -130,7 +130,7 @@ def _mask_on_device(logits_RV: torch.Tensor, masks: Mapping[int, Mask]) -> None:
 def _pairs(
     samples: Sequence[Sample], of: Callable[[Sample], Iterable[tuple[int, float]]]
 ) -> list[tuple[int, int, float]]:
-    return [(row, token_id, value) for row, one in enumerate(samples) for token_id, value in of(one)]
+    return [(row, token_id, value) for row, each in enumerate(samples) for token_id, value in of(each)]
 
 
 def _columns(
@@ -146,7 +146,7 @@ def _columns(
 
 def _choose(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     ids_R = logits_RV.argmax(dim=-1)  # documented to return the first of equal maxima
-    drawn = [row for row, one in enumerate(samples) if one.params.temperature > 0]
+    drawn = [row for row, each in enumerate(samples) if each.params.temperature > 0]
     if drawn:
         ids_R[drawn] = _draw(logits_RV[drawn], [samples[row] for row in drawn])
     return ids_R
@@ -154,14 +154,14 @@ def _choose(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
 
 def _choose_on_gpu(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     kernel = import_module("workers.kernels.draw")  # imports triton
-    params = [one.params for one in samples]
+    params = [each.params for each in samples]
     draws = kernel.Draws.pack(
-        temperatures=[one.temperature for one in params],
-        min_ps=[one.min_p for one in params],
-        top_ks=[one.top_k for one in params],
-        top_ps=[one.top_p for one in params],
-        seeds=[one.seed for one in params],
-        indices=[one.index for one in samples],
+        temperatures=[each.temperature for each in params],
+        min_ps=[each.min_p for each in params],
+        top_ks=[each.top_k for each in params],
+        top_ps=[each.top_p for each in params],
+        seeds=[each.seed for each in params],
+        indices=[each.index for each in samples],
         vocab_size=logits_RV.shape[1],
         device=logits_RV.device,
     )
@@ -171,15 +171,15 @@ def _choose_on_gpu(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.
 
 def _draw(logits_RV: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     device = logits_RV.device
-    params = [one.params for one in samples]
-    temperature_R = torch.tensor([one.temperature for one in params], dtype=torch.float64, device=device)
+    params = [each.params for each in samples]
+    temperature_R = torch.tensor([each.temperature for each in params], dtype=torch.float64, device=device)
     scaled_RV = logits_RV.double()
     scaled_RV -= scaled_RV.amax(dim=-1, keepdim=True)  # so that no temperature, however small, makes infinity
     scaled_RV /= temperature_R.unsqueeze(1)
     _filter(scaled_RV, params)
     cdf_RV = scaled_RV.exp_().cumsum(dim=-1)  # up to a factor, which the draw takes up
     total_R1 = cdf_RV[:, -1:]
-    uniform_R = torch.from_numpy(uniforms([one.seed for one in params], [one.index for one in samples]))
+    uniform_R = torch.from_numpy(uniforms([each.seed for each in params], [each.index for each in samples]))
     target_R1 = uniform_R.to(device).unsqueeze(1) * total_R1
     chosen_R = torch.searchsorted(cdf_RV, target_R1, right=True).squeeze(1)
     last_R = (cdf_RV < total_R1).sum(dim=-1)  # the last token with any probability, should target round up to total
@@ -193,11 +193,11 @@ def _filter(scaled_RV: torch.Tensor, params: Sequence[SamplingParams]) -> None:
     Each filter touches only the rows that use it, and gets the result of the filter before it.
     """
     device, vocab_size = scaled_RV.device, scaled_RV.shape[1]
-    if rows := [row for row, one in enumerate(params) if one.min_p > 0.0]:
+    if rows := [row for row, each in enumerate(params) if each.min_p > 0.0]:
         floor = torch.tensor([math.log(params[row].min_p) for row in rows], dtype=torch.float64, device=device)
         part_RV = scaled_RV[rows]
         scaled_RV[rows] = part_RV.masked_fill_(part_RV < floor.unsqueeze(1), -torch.inf)
-    if rows := [row for row, one in enumerate(params) if 0 < one.top_k < vocab_size or one.top_p < 1.0]:
+    if rows := [row for row, each in enumerate(params) if 0 < each.top_k < vocab_size or each.top_p < 1.0]:
         part_RV = scaled_RV[rows]
         kept_RV = _best(part_RV, _keep(part_RV, [params[row] for row in rows]))
         scaled_RV[rows] = part_RV.masked_fill_(~kept_RV, -torch.inf)
@@ -206,9 +206,9 @@ def _filter(scaled_RV: torch.Tensor, params: Sequence[SamplingParams]) -> None:
 def _keep(scaled_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """How many of its best tokens each row keeps: top-k, and of those as many as top-p takes. [R] int64."""
     device, vocab_size = scaled_RV.device, scaled_RV.shape[1]
-    limits = [min(one.top_k or vocab_size, vocab_size) for one in params]
+    limits = [min(each.top_k or vocab_size, vocab_size) for each in params]
     counts_R = torch.tensor(limits, device=device)
-    if rows := [row for row, one in enumerate(params) if one.top_p < 1.0]:
+    if rows := [row for row, each in enumerate(params) if each.top_p < 1.0]:
         mass_R = torch.tensor([params[row].top_p for row in rows], dtype=torch.float64, device=device)
         width = max(limits[row] if limits[row] < vocab_size else min(_NUCLEUS, vocab_size) for row in rows)
         counts_R[rows] = _nucleus(scaled_RV[rows], counts_R[rows], mass_R, width)

@@ -70,8 +70,8 @@ class Onloads:
             return list(hashes)
         windows = self._pool.windows.windows
         return [
-            page_hash(one, group)
-            for index, one in enumerate(hashes)
+            page_hash(block_hash, group)
+            for index, block_hash in enumerate(hashes)
             for group, passed in enumerate(found.num_passed)
             if windows[group] is None or passed <= index < found.num_blocks
         ]

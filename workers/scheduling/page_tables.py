@@ -54,8 +54,11 @@ def take_prompt_pages(request: Request, prefix: CachedPrefix, pool: BlockPool, *
 
 def chunks_lacking(running: Iterable[Request], pool: BlockPool, chunk: int) -> list[tuple[Request, int]]:
     """Running prompts, with the number of pages that their next chunk lacks."""
-    prompts = [one for one in running if one.num_to_plan > 1]
-    return [(one, num_lacking(one, pool, one.num_planned + min(one.num_to_plan, chunk))) for one in prompts]
+    prompts = [request for request in running if request.num_to_plan > 1]
+    return [
+        (request, num_lacking(request, pool, request.num_planned + min(request.num_to_plan, chunk)))
+        for request in prompts
+    ]
 
 
 def num_lacking(request: Request, pool: BlockPool, stop: int) -> int:
@@ -108,8 +111,8 @@ def give_back(request: Request, pool: BlockPool) -> None:
             pages = table[before:passed]
             pool.release(pages)
             if pool.host is not None:
-                kept = _tail(pool, group, (request.num_prompt - 1) // pool.block_size)
-                pool.slide([page for index, page in enumerate(pages, before) if index not in kept])
+                tail = _tail(pool, group, (request.num_prompt - 1) // pool.block_size)
+                pool.slide([page for index, page in enumerate(pages, before) if index not in tail])
             table[before:passed] = [PASSED] * (passed - before)
             request.num_passed[group] = passed
 

@@ -29,22 +29,22 @@ def plan_drafts(
     is preempted for one. None without `speculation`."""
     if speculation is None:
         return {}
-    num_prompt = sum([one.num_to_plan for one in running if one.num_to_plan > 1])
-    found = speculation.drafts(
-        [(one.request_id, draft_limit(one, max_len)) for one in requests],
+    num_prompt = sum([each.num_to_plan for each in running if each.num_to_plan > 1])
+    drafts = speculation.drafts(
+        [(each.request_id, draft_limit(each, max_len)) for each in requests],
         num_rows=len(requests),
         num_positions=len(requests) + min(num_prompt, budget),
         budget=budget - num_prompt,
     )
-    if not found:
-        return found
+    if not drafts:
+        return drafts
     headroom = len(running) * pool.windows.num_groups
     for request in requests:
-        if request.request_id in found:
-            draft_ids = without_stops(request, found[request.request_id], eos_ids)
+        if request.request_id in drafts:
+            draft_ids = without_stops(request, drafts[request.request_id], eos_ids)
             room = page_tables.take_draft_pages(request, pool, len(draft_ids), headroom=headroom)
-            found[request.request_id] = draft_ids[:room]
-    return found
+            drafts[request.request_id] = draft_ids[:room]
+    return drafts
 
 
 def notify_computed(speculation: Speculation | None, requests: Sequence[Request], batch: Batch) -> None:
@@ -77,9 +77,9 @@ def notify_computed(speculation: Speculation | None, requests: Sequence[Request]
 def without_waiting(speculation: Speculation, decoding: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
     """`decoding`, requests each with a number of blocks, without those that leave out a step until their token in
     flight is known: drafts follow known tokens."""
-    asking = [one.request_id for one, _ in decoding if one.num_due == 1]
+    asking = [each.request_id for each, _ in decoding if each.num_due == 1]
     waiting = speculation.promising(asking, num_rows=len(decoding))
-    return [(one, num_blocks) for one, num_blocks in decoding if one.request_id not in waiting]
+    return [(each, num_blocks) for each, num_blocks in decoding if each.request_id not in waiting]
 
 
 def draft_counts(

@@ -218,7 +218,7 @@ class Scheduler:
         rows: list[tuple[Request, Row]] = []
         budget = self.config.max_num_batched_tokens
         sampled = self._in_flight[-1].sampling if self._in_flight else {}
-        unmasked = [one for one in self._running if one.request_id not in mask_pending]
+        unmasked = [each for each in self._running if each.request_id not in mask_pending]
         decoding = list(decodable(unmasked, sampled, max_len=self.max_len, block_size=self.pool.block_size))
         if self.speculation is not None and self._in_flight:
             decoding = without_waiting(self.speculation, decoding)

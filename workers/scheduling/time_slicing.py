@@ -47,13 +47,15 @@ def sequences_to_pause(
         request for request in running if request.num_to_plan == 1 and now - request.since_s >= config.time_slice_s
     ]
     running_longest.sort(key=lambda request: request.since_s)
-    found: list[Request] = []
+    chosen: list[Request] = []
     for request in overdue:
-        at = next((at for at, one in enumerate(running_longest) if rank_behind(one, config, now) > request.rank), None)
+        at = next(
+            (at for at, each in enumerate(running_longest) if rank_behind(each, config, now) > request.rank), None
+        )
         if at is None:
             break
-        found.append(running_longest.pop(at))
-    return found
+        chosen.append(running_longest.pop(at))
+    return chosen
 
 
 def enter_batch(request: Request, now: float) -> None:

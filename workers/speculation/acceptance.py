@@ -83,11 +83,11 @@ class Acceptance:
         are."""
         sort = sort_of(draft)
         shared = self._shared.get(sort)
-        found = shared.after((PRIOR_RATE, PRIOR_RATE)) if shared is not None else (PRIOR_RATE, PRIOR_RATE)
+        rates_now = shared.after((PRIOR_RATE, PRIOR_RATE)) if shared is not None else (PRIOR_RATE, PRIOR_RATE)
         own = self._own.get(request_id)
         if own is not None and sort in own:
-            found = own[sort].after(found)
-        first, further = found
+            rates_now = own[sort].after(rates_now)
+        first, further = rates_now
         return min(max(first, LEAST_RATE), MOST_RATE), min(max(further, LEAST_RATE), MOST_RATE)
 
     def chances(self, request_id: str, draft: Draft, num_positions: int) -> list[float]:
@@ -116,7 +116,7 @@ class Acceptance:
     def forget(self, source: str) -> None:
         """Drafts of this source are as likely as those of a new one."""
         for rates in (self._shared, *self._own.values()):
-            for sort in [one for one in rates if one[0] == source]:
+            for sort in [key for key in rates if key[0] == source]:
                 del rates[sort]
 
     def end(self, request_id: str) -> None:

@@ -48,9 +48,9 @@ class StepSeconds:
             mean = self._means[place] = _Mean()
         elif mean.weight > 1.0:
             elapsed_s = min(elapsed_s, MOST_JUMP * mean.seconds)
-        kept = mean.weight * KEEP
-        mean.seconds = (mean.seconds * kept + elapsed_s) / (kept + 1)
-        mean.weight = kept + 1
+        weight = mean.weight * KEEP
+        mean.seconds = (mean.seconds * weight + elapsed_s) / (weight + 1)
+        mean.weight = weight + 1
         self._fit()
 
     def seconds(self, num_positions: int) -> float:

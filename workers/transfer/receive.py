@@ -80,9 +80,9 @@ class Incoming:
         """
         self._check(request)
         self.receive(now)  # earlier losses do not concern the new ticket
-        known = self.ledger.renew(request.request_id, request.generation, now)
-        if known is not None:
-            return known.ticket
+        renewed = self.ledger.renew(request.request_id, request.generation, now)
+        if renewed is not None:
+            return renewed.ticket
         self._transfers.sources.require(peer_name(request.source), self._live_sources())
         fenced = self.ledger.abort(request.request_id, f"generation {request.generation} took its place")
         self._free(fenced)

@@ -48,7 +48,9 @@ class Shared:
 
     @property
     def block_ids(self) -> list[int]:
-        return [one for table, passed in zip(self.tables, self.num_passed, strict=True) for one in table[passed:]]
+        return [
+            block_id for table, passed in zip(self.tables, self.num_passed, strict=True) for block_id in table[passed:]
+        ]
 
     @property
     def complete(self) -> bool:

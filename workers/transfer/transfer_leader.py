@@ -143,12 +143,12 @@ class TransferLeader:
         that rank 0 has lost. A chunk that is cancelled on its way is left out: its ticket ends by itself."""
         events = self._transfer.receiver.poll() if self._transfer.receiver else ()
         self._coming += [event for event in events if isinstance(event, Arrived)]
-        found: list[Arrived | LaneLost] = list(self._arrived_everywhere())
+        polled: list[Arrived | LaneLost] = list(self._arrived_everywhere())
         for event in events:
             if isinstance(event, LaneLost):
                 self._drop_peer(event.peer)
-                found.append(event)
-        return found
+                polled.append(event)
+        return polled
 
     def _arrived_everywhere(self) -> Sequence[Arrived]:
         """A chunk that came twice is looked for once at a time: that is what each rank can answer."""
@@ -158,9 +158,9 @@ class TransferLeader:
                 chunks.setdefault(event.chunk, event)
         if not chunks:
             return ()
-        found = list(zip(chunks.values(), self._everywhere.look(tuple(chunks)), strict=True))
-        here = [event for event, presence in found if presence is Presence.HERE]
-        void = [event for event, presence in found if presence is Presence.VOID]
+        looked = list(zip(chunks.values(), self._everywhere.look(tuple(chunks)), strict=True))
+        here = [event for event, presence in looked if presence is Presence.HERE]
+        void = [event for event, presence in looked if presence is Presence.VOID]
         self._coming = [event for event in self._coming if not any(event is done for done in (*here, *void))]
         self._sources.update((event.chunk, event.source) for event in here)
         for event in here:
@@ -172,8 +172,8 @@ class TransferLeader:
     def _drop_peer(self, peer: str) -> None:
         """Chunks of a lost peer that have arrived on some ranks will not arrive on the others."""
         self._coming = [event for event in self._coming if event.source != peer]
-        kept = tuple(chunk for chunk, source in self._sources.items() if source == peer)
-        self._everywhere.drop_source(peer, kept)
+        chunks = tuple(chunk for chunk, source in self._sources.items() if source == peer)
+        self._everywhere.drop_source(peer, chunks)
 
     def is_sending(self) -> bool:
         """True if a chunk is on its way from rank 0, or sent and not polled yet."""

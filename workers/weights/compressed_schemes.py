@@ -121,7 +121,7 @@ def _scheme(group: Fields, own: str, layout: str, config: Fields) -> LayerScheme
     named = weights.text_or("strategy", "tensor" if size is None else "group")
     if named not in _STRATEGIES[layout]:
         raise refuse_format(weights, "strategy", f"with format {layout} {', '.join(_STRATEGIES[layout])} are")
-    strategy: Strategy = next(one for one in _STRATEGIES[layout] if one == named)
+    strategy: Strategy = next(each for each in _STRATEGIES[layout] if each == named)
     rows, width = _block(weights) if strategy == "block" else (1, size or 1)
     if strategy == "group" and size is None:
         raise refuse_format(weights, "group_size", "with strategy group a number above 0 is")
@@ -141,28 +141,28 @@ def _scheme(group: Fields, own: str, layout: str, config: Fields) -> LayerScheme
 
 
 def _activations(group: Fields, layout: str) -> ActivationScheme | None:
-    given = group.inner("input_activations")
-    if not given.names():
+    stored = group.inner("input_activations")
+    if not stored.names():
         return None
     wanted = "float" if layout == _FLOAT else "int"
-    require_value(given, "type", (wanted,))
-    bits_of(given, (8,), "num_bits", default=8)
-    dynamic = given.flag("dynamic")
+    require_value(stored, "type", (wanted,))
+    bits_of(stored, (8,), "num_bits", default=8)
+    dynamic = stored.flag("dynamic")
     if layout == _PACKED:
         raise refuse_format(group, "input_activations", f"with format {layout} null is")
-    symmetric = given.flag("symmetric", default=True)
+    symmetric = stored.flag("symmetric", default=True)
     if not symmetric and (dynamic or wanted == "float"):
-        raise refuse_format(given, "symmetric", "dynamic and fp8 activations are symmetric")
-    require_value(given, "strategy", ("token", "group") if dynamic else ("tensor",))
-    group_size = group_size_of(given) if given.raw("strategy") == "group" else None
+        raise refuse_format(stored, "symmetric", "dynamic and fp8 activations are symmetric")
+    require_value(stored, "strategy", ("token", "group") if dynamic else ("tensor",))
+    group_size = group_size_of(stored) if stored.raw("strategy") == "group" else None
     return ActivationScheme(
         levels="fp8" if wanted == "float" else "int8", static=not dynamic, symmetric=symmetric, group=group_size
     )
 
 
 def _block(weights: Fields) -> tuple[int, int]:
-    given = weights.raw("block_structure")
-    sizes = given.split("x") if isinstance(given, str) else given
+    stored = weights.raw("block_structure")
+    sizes = stored.split("x") if isinstance(stored, str) else stored
     if isinstance(sizes, list) and len(sizes) == 2 and all(str(size).isdecimal() for size in sizes):
         rows, width = (min(int(str(size)[:9]), 1 << 31) for size in sizes)
         if rows and width:

@@ -165,8 +165,8 @@ class SideBySide:
         for part in self.parts:
             part.pack()
         weights = [part.packed_weight for part in self.parts]
-        found = [weight for weight in weights if weight is not None]
-        self._packed = SideBySideWeights(found) if len(found) == len(weights) else None
+        present = [weight for weight in weights if weight is not None]
+        self._packed = SideBySideWeights(present) if len(present) == len(weights) else None
 
     def slots(self) -> Iterator[Slot]:
         for part in self.parts:

@@ -62,7 +62,7 @@ class NamesOfArchitecture:
 
 
 _GEMMA = NamesOfArchitecture(layer={"ffn_norm": "pre_feedforward_layernorm"}, norm_offset=1.0)
-_SHARED = {f"ffn_{one}_shexp": f"mlp.shared_experts.{one}_proj" for one in ("gate", "up", "down")}
+_SHARED = {f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 _MIXTRAL = NamesOfArchitecture(
     layer={"ffn_gate_inp": "block_sparse_moe.gate"},
     experts="block_sparse_moe.experts",
@@ -105,16 +105,16 @@ class ExpertTensor:
 
 def expert_tensor(name: str, names: NamesOfArchitecture) -> ExpertTensor | None:
     """`blk.0.ffn_up_exps.weight` has all experts of a layer; old files have `blk.0.ffn_up.3.weight` for each."""
-    found = _NAME.fullmatch(name)
-    if found is None or found[1] is None:
+    match = _NAME.fullmatch(name)
+    if match is None or match[1] is None:
         return None
-    layer, own, number, suffix = found.groups()
+    layer, own, number, suffix = match.groups()
     stem = own.removesuffix("_exps")
     if stem not in _EXPERTS or (number is None) == (stem == own):
         return None
     return ExpertTensor(
         prefix=f"model.layers.{layer}.{names.experts}",
-        projections=tuple(names.projections[one] for one in _EXPERTS[stem]),
+        projections=tuple(names.projections[part] for part in _EXPERTS[stem]),
         expert=None if number is None else int(number),
         suffix=suffix,
     )
@@ -122,12 +122,12 @@ def expert_tensor(name: str, names: NamesOfArchitecture) -> ExpertTensor | None:
 
 def translated(name: str, names: NamesOfArchitecture) -> str:
     """Hugging Face's name of a tensor of its own. One that is not known keeps its own name, behind its layer's."""
-    in_layer, found = _LAYER_OF.fullmatch(name), _NAME.fullmatch(name)
+    in_layer, match = _LAYER_OF.fullmatch(name), _NAME.fullmatch(name)
     if in_layer is None:
-        return f"{_TOP[found[2]]}.{found[4]}" if found is not None and found[2] in _TOP and not found[3] else name
+        return f"{_TOP[match[2]]}.{match[4]}" if match is not None and match[2] in _TOP and not match[3] else name
     layer, own = in_layer.groups()
-    known = names.layer.get(found[2], _LAYER.get(found[2])) if found is not None and not found[3] else None
+    known = names.layer.get(match[2], _LAYER.get(match[2])) if match is not None and not match[3] else None
     whole = names.whole.get(own, _WHOLE.get(own))
-    if whole is not None or known is None or found is None:
+    if whole is not None or known is None or match is None:
         return f"model.layers.{layer}.{whole or own}"
-    return f"model.layers.{layer}.{known}.{found[4]}"
+    return f"model.layers.{layer}.{known}.{match[4]}"

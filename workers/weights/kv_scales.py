@@ -49,19 +49,19 @@ def read_kv_scales(
     Raises UnsupportedModel for scales of another type than fp8, BadCheckpoint for a scale that cannot be one.
     """
     _check_scheme(path)
-    found: dict[int, dict[str, torch.Tensor]] = {}
+    by_layer: dict[int, dict[str, torch.Tensor]] = {}
     with open_source(Path(path)) as source:
         for name in sorted(source.names()):
             if (matched := _PATTERN.search(name)) and (layer := int(matched[1])) < num_layers:
                 scale_K = _read(path, source, name, num_kv_heads)[heads.start : heads.stop]
-                found.setdefault(layer, {}).update(dict.fromkeys(_NAMES[matched[2]], scale_K))
-    for layer, parts in found.items():
+                by_layer.setdefault(layer, {}).update(dict.fromkeys(_NAMES[matched[2]], scale_K))
+    for layer, parts in by_layer.items():
         if len(parts) < 2:
             raise BadCheckpoint(
                 f"{path}: layer {layer} has a scale for its {next(iter(parts))}s only: use the checkpoint's original "
                 "files, or give kv_dtype int8, which needs none"
             )
-    return {layer: (parts["key"], parts["value"]) for layer, parts in found.items()}
+    return {layer: (parts["key"], parts["value"]) for layer, parts in by_layer.items()}
 
 
 def _check_scheme(path: str | Path) -> None:

@@ -79,7 +79,7 @@ def _of_decoder(tensors: dict[str, Any], tied: bool) -> dict[str, Any]:
     if has_text_part(frozenset(tensors)):
         tensors = {text_name(name): tensor for name, tensor in tensors.items() if not is_other_part(name)}
     if _BARE in tensors:
-        tensors = {name if name.startswith("lm_head.") else f"model.{name}": one for name, one in tensors.items()}
+        tensors = {name if name.startswith("lm_head.") else f"model.{name}": each for name, each in tensors.items()}
     if tied and f"model.{_BARE}" not in tensors and "lm_head.weight" in tensors:
         tensors[f"model.{_BARE}"] = tensors.pop("lm_head.weight")
     return tensors
@@ -106,8 +106,8 @@ def _weight_files(folder: Path) -> list[str]:
         if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
             raise BadCheckpoint(f"{folder / INDEX}: 'weight_map' must map tensor names to file names beside it")
         return sorted(set(shards.values()))
-    if found := files.unindexed_weights():
-        return found
+    if unindexed := files.unindexed_weights():
+        return unindexed
     if pickles := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
         raise BadCheckpoint(
             f"{folder} holds pickled weights only ({pickles[0]}), which can run code when read: convert them with "

@@ -49,10 +49,10 @@ class UnstackedSource:
     def __init__(self, source: WeightSource) -> None:
         self._source = source
         names = frozenset(source.names())
-        found = {name: match for name in sorted(names) if (match := _STACKED.fullmatch(name))}
+        matches = {name: match for name in sorted(names) if (match := _STACKED.fullmatch(name))}
         self._slabs = {
             name: slab
-            for stacked, match in found.items()
+            for stacked, match in matches.items()
             for name, slab in _slabs(stacked, match, source.describe(stacked).shape, names)
         }
         whole = {slab.stacked for slab in self._slabs.values()}

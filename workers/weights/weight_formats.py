@@ -32,8 +32,8 @@ def refuse_format(config: Fields, field: str, served: str, *, fix: str = "") -> 
 def require_value(config: Fields, field: str, served: tuple[object, ...], default: object = None) -> None:
     """Raises UnsupportedModel for a value that is not among the served; null and absence are the default."""
     value = config.raw(field)
-    if field in config and value != default and not any(value == one and type(value) is type(one) for one in served):
-        raise refuse_format(config, field, f"it must be {' or '.join(repr(one) for one in served)}")
+    if field in config and value != default and not any(value == each and type(value) is type(each) for each in served):
+        raise refuse_format(config, field, f"it must be {' or '.join(repr(each) for each in served)}")
 
 
 def bits_of(config: Fields, served: tuple[int, ...], field: str = "bits", default: int | None = None) -> int:

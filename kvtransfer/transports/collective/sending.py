@@ -65,16 +65,16 @@ class Outbox:
 
     def remove(self, ticket_id: str) -> None:
         with self._changed:
-            kept: list[QueuedPayload] = []
+            left: list[QueuedPayload] = []
             for queued in self.queue:
                 if queued.chunk.ticket_id != ticket_id or queued.payload is None:
-                    kept.append(queued)
+                    left.append(queued)
                     continue
                 self.lane.num_staged_bytes -= queued.num_bytes
                 self._staging.give(queued.payload)
                 if self._announces_void:
-                    kept.append(QueuedPayload(chunk=queued.chunk, payload=None))
-            self.queue = deque(kept)
+                    left.append(QueuedPayload(chunk=queued.chunk, payload=None))
+            self.queue = deque(left)
 
     def clear(self) -> None:
         with self._changed:

@@ -77,7 +77,7 @@ def _windows(facts: GGUFFacts, pattern: int) -> Config:
     else:
         pattern = facts.own.integer_or(PATTERN, pattern, minimum=0)
         slides = [pattern == 0 or layer % pattern < pattern - 1 for layer in layers]
-    types = ["sliding_attention" if one else "full_attention" for one in slides]
+    types = ["sliding_attention" if each else "full_attention" for each in slides]
     return {"sliding_window": window, "layer_types": types}
 
 

@@ -98,9 +98,9 @@ def generation_of(gguf: GGUFFile, eos_ids: list[int]) -> dict[str, Any]:
         "temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
         "repetition_penalty": "penalty_repeat",
     }  # fmt: skip
-    found = {name: metadata.raw(f"general.sampling.{key}") for name, key in names.items()}
+    fields = {name: metadata.raw(f"general.sampling.{key}") for name, key in names.items()}
     return {"eos_token_id": eos_ids} | {
-        name: value for name, value in found.items() if isinstance(value, int | float) and math.isfinite(value)
+        name: value for name, value in fields.items() if isinstance(value, int | float) and math.isfinite(value)
     }
 
 
@@ -119,15 +119,15 @@ def _refuse_other_files(metadata: Fields, name: str) -> None:
 
 def _of_architecture(gguf: GGUFFile, name: str) -> Fields:
     prefix = f"{name}."
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key in gguf.metadata:
         if not key.startswith(prefix):
             continue
         value = gguf.metadata[key]
         if isinstance(value, GGUFArray) and value.code and len(different := set(value.values())) == 1:
             value = different.pop()
-        found[key.removeprefix(prefix)] = value
-    return Fields(found, f"{gguf.path}: {name}")
+        fields[key.removeprefix(prefix)] = value
+    return Fields(fields, f"{gguf.path}: {name}")
 
 
 def _matrix(gguf: GGUFFile, name: str) -> GGUFTensor:

@@ -167,7 +167,7 @@ def _read_tensor(cursor: Cursor, index: int) -> GGUFTensor:
         named = UNSERVED_TYPES.get(number, f"number {number}")
         raise UnsupportedModel(
             f"{cursor.path}: tensor {name!r} is of type {named}, which is not served: types "
-            f"{', '.join(one.name for one in TENSOR_TYPES.values())} are. Give --model a file such as Q4_K_M or Q8_0"
+            f"{', '.join(each.name for each in TENSOR_TYPES.values())} are. Give --model a file such as Q4_K_M or Q8_0"
         )
     if not all(shape) or shape[-1] % kind.num_values:
         raise BadCheckpoint(

@@ -85,7 +85,7 @@ class GGUFVocabulary:
     def end_ids(self) -> list[int]:
         named = [self.id_of(role) for role in ("eos", "eot", "eom")]
         marked = (i for i, text in enumerate(self.texts) if text in _ENDS and self.types[i] == CONTROL)
-        return list(dict.fromkeys([one for one in named if one is not None] + list(marked)))
+        return list(dict.fromkeys([each for each in named if each is not None] + list(marked)))
 
     def around(self) -> tuple[int | None, int | None]:
         bos = self.fields.flag("add_bos_token", default=self.is_sentencepiece or self.split.adds_bos)
@@ -110,7 +110,7 @@ def tokenizer_config_of(gguf: GGUFFile, vocabulary: GGUFVocabulary) -> dict[str,
     default = metadata.text_or("tokenizer.chat_template", "")
     if default and templates:
         named = {"default": default} | templates
-        return config | {"chat_template": [{"name": name, "template": one} for name, one in named.items()]}
+        return config | {"chat_template": [{"name": name, "template": each} for name, each in named.items()]}
     return config | ({"chat_template": default} if default else {})
 
 

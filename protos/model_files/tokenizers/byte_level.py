@@ -71,11 +71,11 @@ def tekken_tokenizer(tekken: Mapping[str, Any], where: str) -> str:
         pattern = str(sizes["pattern"])
         entries = tekken["vocab"][: size - num_special]
         words = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
-        named = {int(one["rank"]): str(one["token_str"]) for one in tekken.get("special_tokens") or ()}
+        named = {int(token["rank"]): str(token["token_str"]) for token in tekken.get("special_tokens") or ()}
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise BadCheckpoint(f"{where} is no tekken file ({error!r}): download it again") from error
     defaults = {0: "<unk>", 1: "<s>", 2: "</s>"}
-    special = [named.get(one) or defaults.get(one) or f"<SPECIAL_{one}>" for one in range(num_special)]
+    special = [named.get(number) or defaults.get(number) or f"<SPECIAL_{number}>" for number in range(num_special)]
     texts, pairs = _by_rank(words, where)
     tokens = TokenTable(
         texts=special + texts,
@@ -105,7 +105,7 @@ def tiktoken_tokenizer(content: str, config: Mapping[str, Any], where: str) -> s
     texts, pairs = _by_rank(words, where)
     named = config.get("added_tokens_decoder")
     numbers = range(len(words), len(words) + _KIMI_RESERVED)
-    reserved = {str(one): {"content": f"<|reserved_token_{one}|>", "special": True} for one in numbers}
+    reserved = {str(number): {"content": f"<|reserved_token_{number}|>", "special": True} for number in numbers}
     added = reserved | (named if isinstance(named, dict) else {})
     tokens = TokenTable(texts=texts, types=[NORMAL] * len(texts), where=where)
     tokens = with_added(tokens, {**config, "added_tokens_decoder": added}, {})
@@ -113,7 +113,7 @@ def tiktoken_tokenizer(content: str, config: Mapping[str, Any], where: str) -> s
 
 
 def _by_rank(words: list[bytes], where: str) -> tuple[list[str], list[tuple[str, str]]]:
-    if len(set(words)) < len(words) or not {bytes([one]) for one in range(256)} <= set(words):
+    if len(set(words)) < len(words) or not {bytes([number]) for number in range(256)} <= set(words):
         raise BadCheckpoint(f"{where} must have each byte as a token, and no token twice: download it again")
     letters = _letters()
     texts = ["".join(letters[byte] for byte in word) for word in words]

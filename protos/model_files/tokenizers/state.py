@@ -231,12 +231,12 @@ def _template(tokens: TokenTable, first: int | None, last: int | None) -> dict[s
     if first is None and last is None:
         return None
     text = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}
-    named = {one: tokens.texts[one] for one in (first, last) if one is not None}
+    named = {each: tokens.texts[each] for each in (first, last) if each is not None}
     begin = [{"SpecialToken": {"id": named[first], "type_id": 0}}] if first is not None else []
     end = [{"SpecialToken": {"id": named[last], "type_id": 0}}] if last is not None else []
     return {
         "type": "TemplateProcessing",
         "single": [*begin, text[0], *end],
         "pair": [*begin, text[0], *end, *begin, text[1], *end],
-        "special_tokens": {word: {"id": word, "ids": [one], "tokens": [word]} for one, word in named.items()},
+        "special_tokens": {word: {"id": word, "ids": [each], "tokens": [word]} for each, word in named.items()},
     }

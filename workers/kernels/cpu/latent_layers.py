@@ -57,14 +57,14 @@ class PackedLatents:
 
     @property
     def addresses(self) -> list[int]:
-        return [ctypes.addressof(one) for one in self._structures]
+        return [ctypes.addressof(structure) for structure in self._structures]
 
 
 def packed_latents(layers: Sequence[LatentWeights | None]) -> PackedLatents | None:
     """None where the cache has keys and values."""
-    found = [layer for layer in layers if layer is not None]
-    assert len(found) in (0, len(layers)), "all layers of a model have latents, or none"
-    return PackedLatents(found) if found else None
+    latents = [layer for layer in layers if layer is not None]
+    assert len(latents) in (0, len(layers)), "all layers of a model have latents, or none"
+    return PackedLatents(latents) if latents else None
 
 
 def _parts(layer: LatentWeights) -> ctypes.Array[ProductPart]:

@@ -191,10 +191,10 @@ class PackedFloats(PanelProduct):
         panel_T, lane_T = rows_T // _PANEL, rows_T % _PANEL
         if self._tiled:
             packed = self._packed.view(-1, self.depth // _TILE_DEPTH, 2, _TILE_DEPTH // 2, _PANEL // 2, 2)
-            found = packed[panel_T, :, lane_T // (_PANEL // 2), :, lane_T % (_PANEL // 2)]
+            rows = packed[panel_T, :, lane_T // (_PANEL // 2), :, lane_T % (_PANEL // 2)]
         else:
-            found = self._packed.view(-1, self.depth // self._group, _PANEL, self._group)[panel_T, :, lane_T]
-        return found.reshape(len(rows_T), self.depth)[:, : self._num_inputs].contiguous()
+            rows = self._packed.view(-1, self.depth // self._group, _PANEL, self._group)[panel_T, :, lane_T]
+        return rows.reshape(len(rows_T), self.depth)[:, : self._num_inputs].contiguous()
 
 
 class SideBySideWeights:
@@ -229,9 +229,9 @@ class SideBySideWeights:
 def places_of(order: torch.Tensor) -> torch.Tensor:
     """Where each output stands in panels of this order, int64 [O]."""
     places, outputs = torch.nonzero(order >= 0).flatten(), order[order >= 0]
-    found = torch.empty(len(outputs), dtype=torch.int64)
-    found[outputs] = places
-    return found
+    rows = torch.empty(len(outputs), dtype=torch.int64)
+    rows[outputs] = places
+    return rows
 
 
 def panel_order(num_outputs: int, gated: bool = False) -> torch.Tensor:

@@ -258,9 +258,9 @@ class _Positions:
         for size in sizes:
             columns[position : position + size] = torch.arange(column, column + size)
             position, column = position - (-size // _STEP) * _STEP, column + size
-        found = cls(columns=columns, inputs=None, group_steps=group_steps)
-        if weight.order_I is None and not found.has_gaps:
-            return found
+        positions = cls(columns=columns, inputs=None, group_steps=group_steps)
+        if weight.order_I is None and not positions.has_gaps:
+            return positions
         order_I = torch.arange(weight.num_columns) if weight.order_I is None else weight.order_I
         inputs = torch.where(columns < 0, -1, order_I[columns.long().clamp(min=0)]).int()
         return cls(columns=columns, inputs=inputs, group_steps=group_steps)

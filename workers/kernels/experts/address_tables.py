@@ -17,4 +17,6 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
 def addresses(tensors: Mapping[int, torch.Tensor], num_experts: int) -> torch.Tensor:
     """int64 [X]; 0 where this rank has no such expert. The tensors must be kept."""
     device = next(iter(tensors.values())).device
-    return torch.tensor([tensors[one].data_ptr() if one in tensors else 0 for one in range(num_experts)], device=device)
+    return torch.tensor(
+        [tensors[expert].data_ptr() if expert in tensors else 0 for expert in range(num_experts)], device=device
+    )

@@ -53,16 +53,16 @@ class ByteExperts:
     def __init__(self, products: Mapping[int, ByteProduct], *, num_experts: int) -> None:
         self._product = first = next(iter(products.values()))
         self.num_outputs, self.device = first.codes.levels_OI.shape[0], first.codes.levels_OI.device
-        self._levels = {expert: aligned(one.codes.levels_OI) for expert, one in products.items()}
-        self._scales = {expert: aligned(one.codes.scale_GO) for expert, one in products.items()}
+        self._levels = {expert: aligned(product.codes.levels_OI) for expert, product in products.items()}
+        self._scales = {expert: aligned(product.codes.scale_GO) for expert, product in products.items()}
         self._levels_X, self._scales_X = addresses(self._levels, num_experts), addresses(self._scales, num_experts)
 
     @classmethod
     def of(cls, products: Mapping[int, ByteProduct], *, num_experts: int) -> ByteExperts | None:
         """None for weights of several forms, and inputs that each expert rounds by a stored scale of its own."""
-        codes = [one.codes for one in products.values()]
-        forms = {(one.levels_OI.dtype, *one.levels_OI.shape, *one.scale_GO.shape) for one in codes}
-        roundings = {one.rounding for one in products.values()}
+        codes = [product.codes for product in products.values()]
+        forms = {(product.levels_OI.dtype, *product.levels_OI.shape, *product.scale_GO.shape) for product in codes}
+        roundings = {product.rounding for product in products.values()}
         alike = len(forms) == len(roundings) == 1 and next(iter(roundings)).scale is None
         return cls(products, num_experts=num_experts) if alike else None
 

@@ -81,7 +81,7 @@ class CodeExperts:
         first = next(iter(weights.values()))
         self.num_outputs, self.device = first.num_outputs, first.low.device
         self._form = first
-        self._tensors = {expert: [aligned(tensor) for tensor in _all_tensors(one)] for expert, one in weights.items()}
+        self._tensors = {expert: [aligned(tensor) for tensor in _all_tensors(each)] for expert, each in weights.items()}
         columns = range(len(_all_tensors(first)))
         self._table_VX = torch.stack(
             [
@@ -93,7 +93,7 @@ class CodeExperts:
     @classmethod
     def of(cls, weights: Mapping[int, GroupedCodes], *, num_experts: int) -> CodeExperts | None:
         """None for weights of several forms."""
-        forms = {str(_form(one)) for one in weights.values()}
+        forms = {str(_form(each)) for each in weights.values()}
         return cls(weights, num_experts=num_experts) if len(forms) == 1 else None
 
     def multiply(
@@ -120,9 +120,9 @@ def _all_tensors(weight: GroupedCodes) -> tuple[torch.Tensor, ...]:
 
 
 def _form(weight: GroupedCodes) -> list[object]:
-    found: list[object] = []
+    form: list[object] = []
     for field in fields(weight):
         value = getattr(weight, field.name)
-        parts = [getattr(value, one.name) for one in fields(value)] if isinstance(value, GroupNumbers) else [value]
-        found += [(one.dtype, tuple(one.shape)) if isinstance(one, torch.Tensor) else one for one in parts]
-    return found
+        parts = [getattr(value, each.name) for each in fields(value)] if isinstance(value, GroupNumbers) else [value]
+        form += [(each.dtype, tuple(each.shape)) if isinstance(each, torch.Tensor) else each for each in parts]
+    return form

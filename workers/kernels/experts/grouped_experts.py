@@ -129,9 +129,9 @@ def grouped_experts(
 
 
 def _matrices(weights: Mapping[int, ExpertWeight], num_experts: int) -> ExpertMatrices | None:
-    floats = {expert: one for expert, one in weights.items() if isinstance(one, torch.Tensor)}
-    codes = {expert: one.codes for expert, one in weights.items() if isinstance(one, GroupedProduct)}
-    levels = {expert: one for expert, one in weights.items() if isinstance(one, ByteProduct)}
+    floats = {expert: weight for expert, weight in weights.items() if isinstance(weight, torch.Tensor)}
+    codes = {expert: weight.codes for expert, weight in weights.items() if isinstance(weight, GroupedProduct)}
+    levels = {expert: weight for expert, weight in weights.items() if isinstance(weight, ByteProduct)}
     if floats and len(floats) == len(weights):
         return FloatExperts(floats, num_experts=num_experts)
     if codes and len(codes) == len(weights):

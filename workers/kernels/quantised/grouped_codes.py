@@ -63,7 +63,7 @@ class GroupedCodes:
     @property
     def num_bytes(self) -> int:
         numbers = [self.scale, *([self.minimum] if self.minimum else [])]
-        tensors = [self.low, self.high, *(t for one in numbers for t in (one.values_VO, one.factors_GO))]
+        tensors = [self.low, self.high, *(t for each in numbers for t in (each.values_VO, each.factors_GO))]
         tensors += [self.zero] if isinstance(self.zero, torch.Tensor) else []
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

@@ -261,11 +261,11 @@ def _width(config: Fields, key: str) -> int:
 
 def _layers(config: Fields, key: str, num_layers: int) -> frozenset[int]:
     """A list of layers' indices; empty when absent."""
-    given = config.raw(key) or []
-    if isinstance(given, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in given):
-        return frozenset(cast(list[int], given))
+    listed = config.raw(key) or []
+    if isinstance(listed, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in listed):
+        return frozenset(cast(list[int], listed))
     raise BadCheckpoint(
-        f"{config.where}: {key!r} is {given!r}: it must be a list of layers from 0 to {num_layers - 1}", param=key
+        f"{config.where}: {key!r} is {listed!r}: it must be a list of layers from 0 to {num_layers - 1}", param=key
     )
 
 
@@ -279,6 +279,6 @@ def _require(config: Fields, key: str, value: object, served: tuple[object, ...]
     if value not in served:
         raise UnsupportedModel(
             f"{config.where}: {key} is {value!r}, which is not served: it must be "
-            f"{' or '.join(repr(one) for one in served)}. Give --model another checkpoint",
+            f"{' or '.join(repr(each) for each in served)}. Give --model another checkpoint",
             param=key,
         )

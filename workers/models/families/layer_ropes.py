@@ -35,7 +35,7 @@ def ropes_listed(config: Fields, windows: Windows, sizes: RopeSizes) -> Ropes:
     listed = config.raw("no_rope_layers")
     if listed is None:
         listed = [int((layer + 1) % interval != 0) for layer in range(len(windows))]
-    if not isinstance(listed, list) or len(listed) < len(windows) or any(one not in (0, 1) for one in listed):
+    if not isinstance(listed, list) or len(listed) < len(windows) or any(each not in (0, 1) for each in listed):
         raise BadCheckpoint(
             f"{config.where}: 'no_rope_layers' is {listed!r}: it must be a list of 0 or 1 for each of {len(windows)} "
             "layers",

@@ -86,16 +86,16 @@ GLM4_MOE = Family(
 
 def _glm4_moe_lite_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
     """`mlp_layer_types` says which layers are sparse; without it all but the first are."""
-    found, types = glm4_experts(config, num_layers), config.texts("mlp_layer_types")
-    if found is None or not types:
-        return found
+    experts, types = glm4_experts(config, num_layers), config.texts("mlp_layer_types")
+    if experts is None or not types:
+        return experts
     if len(types) != num_layers or set(types) - {"dense", "sparse"}:
         raise BadCheckpoint(
             f"{config.where}: mlp_layer_types is {list(types)}: it must have dense or sparse for each of {num_layers} "
             "layers. Use the checkpoint's original file",
             param="mlp_layer_types",
         )
-    return replace(found, sparse=tuple(one == "sparse" for one in types))
+    return replace(experts, sparse=tuple(kind == "sparse" for kind in types))
 
 
 GLM4_MOE_LITE = Family(

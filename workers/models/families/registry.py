@@ -24,10 +24,10 @@ def family_of(config: Fields) -> Family:
         return found
     named = config.texts("architectures")
     what = f"architectures {list(named)}" if named else f"model_type {config.raw('model_type')!r}"
-    known = ", ".join(family.architecture for family in FAMILIES)
+    architectures = ", ".join(family.architecture for family in FAMILIES)
     models = ", ".join(family.models for family in FAMILIES)
     raise UnsupportedModel(
-        f"{config.where}: {what} is not supported: known are {known} ({models}; for text). Give --model a "
+        f"{config.where}: {what} is not supported: known are {architectures} ({models}; for text). Give --model a "
         "checkpoint of one of these",
         param="architectures",
     )

@@ -89,11 +89,11 @@ class MixtureOfExperts:
         return sum_TE
 
     def _group(self) -> ExpertsSum | None:
-        found = {index: weights for index, one in self._experts.items() if (weights := one.device_weights())}
+        found = {index: weights for index, each in self._experts.items() if (weights := each.device_weights())}
         if not found or len(found) < len(self._experts):
             return None
         first = next(iter(self._experts.values()))
-        biases = {index: one.biases for index, one in self._experts.items()} if self._config.biased else None
+        biases = {index: each.biases for index, each in self._experts.items()} if self._config.biased else None
         return self._kernels.grouped_experts(
             {index: gate_up for index, (gate_up, _) in found.items()},
             {index: down for index, (_, down) in found.items()},
@@ -131,7 +131,7 @@ class MixtureOfExperts:
         for expert in (*self._experts.values(), *((self._shared,) if self._shared else ())):
             expert.pack()
         products = {index: expert.products() for index, expert in self._experts.items()}
-        found = {index: one for index, one in products.items() if one is not None}
+        found = {index: each for index, each in products.items() if each is not None}
         shared = self._shared.products() if self._shared else None
         if len(found) == len(products) and (shared is None) == (self._shared is None) and self._router.can_pack():
             config = self._config

@@ -86,7 +86,7 @@ class LatentAttention:
         """The order of a head's outputs: `num_still`, then those that turn."""
         size = self._latent.rope_dim
         turned = head_order(size, size, interleaved=self._latent.interleaved) or tuple(range(size))
-        order = (*range(num_still), *(num_still + one for one in turned))
+        order = (*range(num_still), *(num_still + place for place in turned))
         return () if order == tuple(range(num_still + size)) else order
 
     def _halves(self) -> tuple[torch.Tensor, torch.Tensor]:

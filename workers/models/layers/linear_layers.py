@@ -26,9 +26,9 @@ def projections_of(
     """One for each of `totals` outputs, of which this rank has `shares`. A single name is that of a tensor that has all
     of them, one behind the other."""
     fused = len(names) == 1 < len(totals)
-    found, before = [], 0
+    slices, before = [], 0
     for place, (total, share, order) in enumerate(zip(totals, shares, orders, strict=True)):
-        found.append(
+        slices.append(
             Projection(
                 name=f"{prefix}.{names[0 if fused else place]}",
                 total=sum(totals) if fused else total,
@@ -38,7 +38,7 @@ def projections_of(
             )
         )
         before += total
-    return found
+    return slices
 
 
 class ColumnParallel:

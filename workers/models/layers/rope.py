@@ -83,8 +83,8 @@ class Rotation:
             for position in _positions(inputs, row)
         ]
         runs = [(regime, len(list(run))) for regime, run in groupby(regimes)]
-        known = {regime: self._frequencies(regime) for regime in set(regimes)}
-        return torch.cat([known[regime].expand(count, -1) for regime, count in runs])
+        frequencies = {regime: self._frequencies(regime) for regime in set(regimes)}
+        return torch.cat([frequencies[regime].expand(count, -1) for regime, count in runs])
 
     def _frequencies(self, regime: int) -> torch.Tensor:
         return to_device(inverse_frequencies(self._rope, self._rotary_dim, regime).numpy(), self._device)

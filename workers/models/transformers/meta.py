@@ -83,7 +83,7 @@ def _refuse_layer_types(name: str, layer_types: Collection[str]) -> None:
 def _refuse_layers(name: str, config: Any) -> None:
     """Refuses what a pass without numbers cannot show."""
     _refuse_layer_types(name, getattr(config, "layer_types", None) or ())
-    if any(one.get("rope_type") == "dynamic" for one in rope_parameters(config)):
+    if any(parameters.get("rope_type") == "dynamic" for parameters in rope_parameters(config)):
         raise refused(name, "its rope (dynamic) depends on the length of all sequences of a batch")
     if getattr(config, "alibi", False):
         raise refused(name, "it adds ALiBi's biases to the scores")

@@ -110,9 +110,9 @@ def _tied(model: Any) -> set[str]:
 
 def _max_position(config: Any, fields: Fields) -> int:
     for field in _LENGTHS:
-        found = getattr(config, field, None)
-        if isinstance(found, int) and found > 0:
-            return found
+        value = getattr(config, field, None)
+        if isinstance(value, int) and value > 0:
+            return value
     raise BadCheckpoint(
         f"{fields.where} does not say how long a sequence can be: set max_position_embeddings",
         param="max_position_embeddings",
@@ -120,7 +120,7 @@ def _max_position(config: Any, fields: Fields) -> int:
 
 
 def _has_bias(module: torch.nn.Module) -> bool:
-    names = [name for name, one in module.named_parameters() if one.dim() == 1]
+    names = [name for name, each in module.named_parameters() if each.dim() == 1]
     return any(name.endswith(".bias") and module.get_parameter(f"{name[:-4]}weight").dim() == 2 for name in names)
 
 

@@ -67,8 +67,8 @@ def plan_of(model: Any) -> Mapping[str, str]:
     plan = getattr(model, "_tp_plan", None) or {}
     if not any(style in COLUMNS + ROWS + PACKED_COLUMNS + _OPTIONAL for style in plan.values()):
         raise CannotShare("transformers has no plan to share this architecture over ranks")
-    known = _WHOLE | {_SUMMED, *COLUMNS, *ROWS, *PACKED_COLUMNS, *_OPTIONAL}
-    if unknown := sorted(set(plan.values()) - known):
+    styles_served = _WHOLE | {_SUMMED, *COLUMNS, *ROWS, *PACKED_COLUMNS, *_OPTIONAL}
+    if unknown := sorted(set(plan.values()) - styles_served):
         raise CannotShare(f"transformers' plan to share it has {', '.join(unknown)}, which Baton does not have")
     return plan
 
@@ -94,12 +94,12 @@ def unit_of(model: Any, calls: Collection[AttentionCall], linears: Collection[st
 def parameter_cuts(model: Any) -> dict[str, ParameterCut]:
     """Cuts of the parameters that the plan names itself: those of experts."""
     plan = plan_of(model)
-    found = {}
+    styles = {}
     for name, parameter in model.named_parameters():
         style = style_of(plan, name)
         if style not in _WHOLE:
-            found[name] = _cut_of(style, parameter)
-    return found
+            styles[name] = _cut_of(style, parameter)
+    return styles
 
 
 def _cut_of(style: str, parameter: torch.Tensor) -> ParameterCut:

@@ -96,7 +96,7 @@ class TransformersConfig:
             )
         if self.tp_unit % tp == 0:
             return
-        possible = ", ".join(str(one) for one in range(1, self.tp_unit + 1) if self.tp_unit % one == 0)
+        possible = ", ".join(str(size) for size in range(1, self.tp_unit + 1) if self.tp_unit % size == 0)
         why = self.why_one_rank or (
             f"it must divide {self.tp_unit}, as it divides the heads, the key/value heads and each size that "
             f"transformers' plan for {self.architecture} cuts"

@@ -122,7 +122,7 @@ def _make_buffers(model: Any, device: str, name: str) -> None:
 
 def _checked(folder: Path, traced: TracedModel, context: LayerContext, source: ConvertedSource) -> list[LoadPart]:
     model, parallel = traced.model, context.parallel
-    shapes = {name: tuple(one.shape) for name, one in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     cuts: dict[str, ParameterCut] = {}
     styles: dict[str, str] = {}
     if parallel.size > 1:
@@ -190,7 +190,9 @@ def _check_slots(
 
 
 def _check_complete(folder: Path, model: Any) -> None:
-    left = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.device.type == "meta"]
+    left = [
+        name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.device.type == "meta"
+    ]
     if left:
         raise BadCheckpoint(f"{folder} lacks the tensor {left[0]!r}: a shard is missing")
 

@@ -18,16 +18,16 @@ from workers.attention.backend import AttentionInputs
 
 def long_from(config: Any, max_position: int) -> int | None:
     """The longest sequence with the short frequencies; None if they are the same for all."""
-    found = [one for one in rope_parameters(config) if one.get("rope_type") == "longrope"]
-    lengths = {int(one.get("original_max_position_embeddings") or max_position) for one in found}
+    long_ropes = [each for each in rope_parameters(config) if each.get("rope_type") == "longrope"]
+    lengths = {int(each.get("original_max_position_embeddings") or max_position) for each in long_ropes}
     return max(lengths, default=None)
 
 
 def rope_parameters(config: Any) -> list[dict[str, Any]]:
     """The rope parameters of all layers, or of each type of layer."""
-    given = getattr(config, "rope_parameters", None) or {}
-    parts = [part for part in given.values() if isinstance(part, dict)]
-    return parts or [given]
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in parameters.values() if isinstance(part, dict)]
+    return parts or [parameters]
 
 
 class LongTokens:
@@ -60,7 +60,7 @@ class LongTokens:
             long = turn(x, torch.cat([position_ids, beyond], dim=1), *more, **named)
             short = turn(x, position_ids.clamp(max=self._long_from - 1), *more, **named)
             return tuple(
-                torch.where(long_T[None, :, None], one[:, :-1], other) for one, other in zip(long, short, strict=True)
+                torch.where(long_T[None, :, None], each[:, :-1], other) for each, other in zip(long, short, strict=True)
             )
 
         return forward

@@ -33,14 +33,14 @@ class WatchedLinears:
 
 @contextmanager
 def watched_linears(model: torch.nn.Module) -> Iterator[WatchedLinears]:
-    found = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    linears = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     result = WatchedLinears()
-    for module in found.values():
+    for module in linears.values():
         module.__class__ = WatchedLinear
     try:
         yield result
     finally:
-        for name, module in found.items():
+        for name, module in linears.items():
             module.__class__ = torch.nn.Linear
             notes = module.__dict__
             if notes.pop("called", False) and not notes.pop("read", False):

@@ -115,7 +115,7 @@ class EagleHead:
     def slots(self) -> Iterator[Slot]:
         layer = self._attention, self._mlp, self._norm_after
         others = self._embedding, self._norm_embedding, self._norm_features, self._norm, self._head
-        for part in (self._fc, *layer, *(one for one in others if one is not None)):
+        for part in (self._fc, *layer, *(each for each in others if each is not None)):
             yield from part.slots()
         if self._offsets_V is not None:
             shape = tuple(self._offsets_V.shape)

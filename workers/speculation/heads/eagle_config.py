@@ -62,7 +62,7 @@ def read_eagle(path: str, target: ModelConfig, source: WeightSource) -> EagleCon
     )
     if model.weight_format is not None:
         raise UnsupportedModel(f"{path}: quantised heads are not served: choose one in bfloat16, float16 or float32")
-    found = EagleConfig(
+    config = EagleConfig(
         model=replace(model, vocab_size=own_size),
         target=target,
         is_eagle3=is_eagle3,
@@ -72,18 +72,18 @@ def read_eagle(path: str, target: ModelConfig, source: WeightSource) -> EagleCon
         own_embedding="embed_tokens.weight" in names,
         maps_ids="d2t" in names,
     )
-    _check(path, found, names)
-    return found
+    _check(path, config, names)
+    return config
 
 
 def _hidden_layers(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
     """By default those of the paper, which count from 0: 2, the middle, and the third from the end."""
     key, count = "eagle_aux_hidden_state_layer_ids", target.num_layers
-    given = fields.raw(key) or fields.inner("eagle_config").raw(key)
-    layers = given if given is not None else [2, count // 2, count - 3]
-    if not isinstance(layers, list) or len(layers) != 3 or not all(isinstance(one, int) for one in layers):
+    listed = fields.raw(key) or fields.inner("eagle_config").raw(key)
+    layers = listed if listed is not None else [2, count // 2, count - 3]
+    if not isinstance(layers, list) or len(layers) != 3 or not all(isinstance(layer, int) for layer in layers):
         raise BadCheckpoint(f"{fields.where}: {key} is {layers!r}: it must be a list of 3 layers")
-    if not all(0 <= one <= count for one in layers):
+    if not all(0 <= layer <= count for layer in layers):
         raise BadCheckpoint(
             f"{fields.where}: {key} is {layers}: the model has {count} layers, name 3 from 0 to {count}"
         )

@@ -39,8 +39,8 @@ def open_head(path: str, rename: Callable[[str], str], *, framework: str = "pt")
     """All safetensors files of the folder. Raises BadCheckpoint where there are none, or one is damaged. With framework
     "numpy" without torch: then tensors can be described, and not read."""
     folder = Path(path)
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
+    tensor_files = sorted(folder.glob("*.safetensors"))
+    if not tensor_files:
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         if pickles:
             raise BadCheckpoint(
@@ -50,7 +50,7 @@ def open_head(path: str, rename: Callable[[str], str], *, framework: str = "pt")
         raise BadCheckpoint(f"{folder} holds no *.safetensors: give the folder of a head's checkpoint")
     tensors: dict[str, Any] = {}
     with ExitStack() as files:
-        for file in found:
+        for file in tensor_files:
             opened = files.enter_context(open_tensors(file, framework=framework))
             tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         yield RenamedSource(SafetensorsSource(tensors), rename)

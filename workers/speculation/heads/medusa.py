@@ -94,13 +94,13 @@ class MedusaHeads:
     @torch.inference_mode()
     def logits(self, hidden_RE: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
         """[R, V] in float32 of each of the first heads."""
-        found = []
+        logits = []
         for blocks, last in self._heads[:num_heads]:
             x_RE = hidden_RE
             for block in blocks:
                 x_RE = x_RE + F.silu(block(x_RE))
-            found.append(last(x_RE).float())
-        return found
+            logits.append(last(x_RE).float())
+        return logits
 
     def slots(self) -> Iterator[Slot]:
         for blocks, last in self._heads:

@@ -74,16 +74,16 @@ class MatchIndex:
 
     def after(self, place: int, count: int) -> tuple[int, ...]:
         """`count` tokens from `place` on. Behind the last token they repeat those from `place` on."""
-        known = self._tokens[place : place + count]
-        period = len(known)
-        return tuple(known) if period == count else tuple([known[at % period] for at in range(count)])
+        after = self._tokens[place : place + count]
+        period = len(after)
+        return tuple(after) if period == count else tuple([after[at % period] for at in range(count)])
 
     def _add_short(self, place: int) -> None:
         tokens, short = self._tokens, self._short
-        one = tokens[place - 1]
-        short[one] = (place, short[one][0] if one in short else 0)
+        each = tokens[place - 1]
+        short[each] = (place, short[each][0] if each in short else 0)
         if place > 1:
-            two = _PAIR | tokens[place - 2] << _BITS | one
+            two = _PAIR | tokens[place - 2] << _BITS | each
             short[two] = (place, short[two][0] if two in short else 0)
 
     def _long_match(self) -> tuple[int, int]:

@@ -65,8 +65,8 @@ def _follow(place: _Place, predicted: tuple[int, ...], token_id: int) -> None:
     last = tuple(place.sequence.output_ids[max(0, place.num_seen - MATCH) : place.num_seen])
     if place.places is None:
         place.places = _places(predicted)
-    found = place.places.get(last, ())
-    place.at = min(found, key=lambda at: abs(at - place.near)) if found else None
+    after = place.places.get(last, ())
+    place.at = min(after, key=lambda at: abs(at - place.near)) if after else None
     place.near = place.near if place.at is None else place.at
 
 

@@ -92,13 +92,13 @@ class PastAnswers:
         key = 0
         for token_id in last[-MIN_MATCH:]:
             key = key << _BITS | token_id
-        found: list[tuple[int, int]] = []
+        matches: list[tuple[int, int]] = []
         place = self.latest.get(key, _NONE)
-        while place > self.first and len(found) < MAX_PLACES:
+        while place > self.first and len(matches) < MAX_PLACES:
             at = place - self.first
-            found.append((self._match(at, last), at))
+            matches.append((self._match(at, last), at))
             place = self.before[at - 1]
-        return found
+        return matches
 
     def _match(self, at: int, last: Sequence[int]) -> int:
         depth = min(len(last), at)
@@ -141,11 +141,11 @@ class SuffixProposer(BaseProposer[SpeculatedSequence]):
             self._learn(sequence.cache_salt, tuple(sequence.output_ids))
 
     def _learn(self, salt: bytes, token_ids: tuple[int, ...]) -> None:
-        kept = token_ids[-(self._max_tokens - 1) :] if self._max_tokens > 1 else ()
-        if len(kept) < MIN_MATCH:
+        fitting = token_ids[-(self._max_tokens - 1) :] if self._max_tokens > 1 else ()
+        if len(fitting) < MIN_MATCH:
             return
-        self._ended.append(_EndedAnswer(salt, (*kept, _END)))
-        self.num_waiting += len(kept) + 1
+        self._ended.append(_EndedAnswer(salt, (*fitting, _END)))
+        self.num_waiting += len(fitting) + 1
         while self.num_waiting > self._max_tokens // WAITING_SHARE and len(self._ended) > 1:
             self.num_waiting -= len(self._ended.popleft().token_ids)
 
@@ -180,11 +180,11 @@ class SuffixProposer(BaseProposer[SpeculatedSequence]):
         last = sequence.output_ids[-MAX_MATCH:]
         if len(last) < MAX_MATCH:
             last = [*sequence.prompt_ids[len(last) - MAX_MATCH :], *last]
-        found = past.places(last) if len(last) >= MIN_MATCH else []
-        if not found:
+        matches = past.places(last) if len(last) >= MIN_MATCH else []
+        if not matches:
             return NO_DRAFT
-        longest = max(match for match, _ in found)
-        places = [at for match, at in found if match >= min(longest, LONG_MATCH)]
+        longest = max(match for match, _ in matches)
+        places = [at for match, at in matches if match >= min(longest, LONG_MATCH)]
         token_ids, agreed = _ways_on(past.tokens, places, query.max_drafts)
         if not token_ids:
             return NO_DRAFT

@@ -118,7 +118,7 @@ def _of_draft_model(config: WorkerConfig, target: ServedConfig, path: str) -> Dr
 
 def _converted_bytes(tensors: Collection[StoredTensor], dtype: str) -> int:
     item = ITEM_BYTES.get(dtype, 2)
-    return sum([prod(one.shape) * item if one.dtype in FLOATS else one.num_bytes for one in tensors])
+    return sum([prod(each.shape) * item if each.dtype in FLOATS else each.num_bytes for each in tensors])
 
 
 _CHOOSE = "choose a draft model with the same vocabulary, as a smaller one of the same family"
@@ -139,7 +139,7 @@ def check_same_vocabulary(
             )
         return
     shared = min(draft.vocab_size, target.vocab_size)
-    for token_id in sorted(one for one in theirs.keys() | ours.keys() if one < shared):
+    for token_id in sorted(each for each in theirs.keys() | ours.keys() if each < shared):
         if theirs.get(token_id) != ours.get(token_id):
             raise Misconfigured(
                 f"speculate: token {token_id} is {theirs.get(token_id)!r} for the draft model {draft_path} and "
@@ -156,11 +156,11 @@ def _tokens(path: str | Path) -> dict[int, str] | None:
         return None
     try:
         content: dict[str, Any] = json.loads(text)
-        added = {one["id"] for one in content.get("added_tokens") or ()}
+        added = {each["id"] for each in content.get("added_tokens") or ()}
         vocab = content.get("model", {}).get("vocab")
         if isinstance(vocab, dict):
             return {int(number): token for token, number in vocab.items() if number not in added}
-        return {number: one[0] for number, one in enumerate(vocab or ()) if number not in added}
+        return {number: each[0] for number, each in enumerate(vocab or ()) if number not in added}
     except (ValueError, RecursionError, TypeError, AttributeError, LookupError) as error:
         raise BadCheckpoint(
             f"speculate: tokenizer.json of {path} cannot be read ({type(error).__name__}: {error}): download it again"

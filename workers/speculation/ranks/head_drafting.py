@@ -148,7 +148,7 @@ def drafted_ids(
 ) -> list[int]:
     """The target's id of a token for each row of float32 logits; -1 for logits that are not finite. `target_ids_V`: the
     target's id of each token of the head."""
-    if all(one.params.temperature <= 0 and not one.params.logit_bias for one in samples):
+    if all(each.params.temperature <= 0 and not each.params.logit_bias for each in samples):
         ids_R = logits_RV.argmax(dim=-1)
         return (ids_R if target_ids_V is None else target_ids_V[ids_R]).tolist()
     if target_ids_V is not None:

@@ -108,14 +108,19 @@ class NF4Weight:
 
     def _check_state(self, where: str, state: torch.Tensor) -> None:
         try:
-            given = json.loads(bytes(state.tolist()))
-            found = given["quant_type"], given["blocksize"], list(given["shape"])
-            nested = self._nested is None or (float(given["nested_offset"]), int(given["nested_blocksize"]))
+            state_fields = json.loads(bytes(state.tolist()))
+            shape_fields = state_fields["quant_type"], state_fields["blocksize"], list(state_fields["shape"])
+            nested = self._nested is None or (
+                float(state_fields["nested_offset"]),
+                int(state_fields["nested_blocksize"]),
+            )
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise BadCheckpoint(f"{where} is not the JSON that bitsandbytes writes ({error!r})") from None
         wanted = "nf4", self._block, [self.stored.projection.total, self.stored.share.total_inputs]
-        if found != wanted:
-            raise BadCheckpoint(f"{where} has (type, block, shape) {found}, the tensors beside it make it {wanted}")
+        if shape_fields != wanted:
+            raise BadCheckpoint(
+                f"{where} has (type, block, shape) {shape_fields}, the tensors beside it make it {wanted}"
+            )
         if self._nested is not None:
             num_blocks = self.stored.projection.total * self._per_row
             size = nested[1] if isinstance(nested, tuple) else 0

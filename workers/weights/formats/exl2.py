@@ -56,7 +56,7 @@ class EXL2Weight:
         last = self._skipped + len(outputs)
         scales_GO = unpack_bits(bytes_of_words(self._q_scale), _SCALE_BITS, last)[:, self._skipped :].float() + 1
         scale_OG = (scales_GO**2 / 256 * self._scale_max.float()[:, None]).T.contiguous()
-        found, first = [], 0
+        made, first = [], 0
         for bits, run in groupby(enumerate(self._sizes(self._groups)), key=lambda one: one[1][0]):
             members = list(run)
             groups = slice(members[0][0], members[-1][0] + 1)
@@ -78,8 +78,8 @@ class EXL2Weight:
             first += num_inputs
             if self.stored.by_inputs:
                 weight = weight.cut_inputs(self.stored.inputs.start, len(self.stored.inputs))
-            found.append(weight)
-        return found
+            made.append(weight)
+        return made
 
     def _sizes(self, groups: torch.Tensor) -> list[tuple[int, int, int]]:
         """(bits, first row, last row) of each group. Row numbers are 16 bits wide, and wrap."""

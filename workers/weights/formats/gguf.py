@@ -49,8 +49,8 @@ class BlockTable:
         self._context, self._padding = context, padding
 
     def __call__(self, rows_T: torch.Tensor) -> torch.Tensor:
-        found = weight_of_blocks(self._weight.kind, self._weight.blocks_OW[rows_T])
-        return found.dequantised().to(self._context.dtype)
+        weight = weight_of_blocks(self._weight.kind, self._weight.blocks_OW[rows_T])
+        return weight.dequantised().to(self._context.dtype)
 
     def product(self) -> Matrix:
         return QuantisedMatrix([self._weight], self._context.kernels, self._context.dtype, padding=self._padding)

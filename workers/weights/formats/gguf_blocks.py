@@ -15,7 +15,7 @@ from workers.quantization.bit_stream import pack_bits
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 from workers.weights.formats.mxfp4 import mxfp4_weight
 
-FORMATS = {one.name: one for one in TENSOR_TYPES.values()}
+FORMATS = {kind.name: kind for kind in TENSOR_TYPES.values()}
 
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The levels of IQ4_NL and IQ4_XS."""
@@ -173,7 +173,7 @@ def _table(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
 
 def _halves(stored: torch.Tensor) -> list[torch.Tensor]:
     """The float16 numbers in the last dimension, each [O, B]."""
-    return [one.contiguous() for one in stored.contiguous().view(torch.float16).unbind(-1)]
+    return [half.contiguous() for half in stored.contiguous().view(torch.float16).unbind(-1)]
 
 
 def _nibbles(stored: torch.Tensor) -> torch.Tensor:

@@ -125,12 +125,12 @@ class QuantisedMatrix:
 
     def dequantised(self) -> torch.Tensor:
         assert self._stored, "packed weights cannot be read back"
-        found = []
+        filled = []
         for stored in self._stored:
             weights = [weight.dequantised() for weight in _converted(stored)]
             assert len(weights) == 1, "a weight in parts of other inputs"
-            found += weights
-        return torch.cat(found)
+            filled += weights
+        return torch.cat(filled)
 
     def pack(self) -> None:
         """Frees the raw tensors, each projection's as soon as it is converted."""
@@ -148,7 +148,7 @@ class QuantisedMatrix:
     def _products(self, parts: list[Sequence[QuantisedWeight]]) -> list[list[QuantisedProduct]]:
         products: list[list[QuantisedProduct]] = []
         while parts:
-            products.append([self._kernels.quantised_product(one) or partial(product, one) for one in parts.pop(0)])
+            products.append([self._kernels.quantised_product(each) or partial(product, each) for each in parts.pop(0)])
         return products
 
     def _compiled(self, parts: Sequence[Sequence[QuantisedWeight]]) -> PackedMatrix | None:
@@ -195,7 +195,7 @@ def _converted(weight: StoredWeight) -> Sequence[QuantisedWeight]:
     converted, order = weight.weights(), weight.stored.projection.order
     if not order:
         return converted
-    return [one.outputs(row_order(one.num_outputs, order, one.codes_OW.device)) for one in converted]
+    return [each.outputs(row_order(each.num_outputs, order, each.codes_OW.device)) for each in converted]
 
 
 def sum_of_products(products: Sequence[QuantisedProduct], x_TI: torch.Tensor) -> torch.Tensor:
