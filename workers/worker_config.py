@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from protos.errors import Misconfigured
 from protos.setting import check_settings, setting
 from protos.values import LOOPBACK, MAX_DRAFTS

@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 
-from kvtransfer.lane_config import LaneConfig, Preference
+from kvtransfer.lane_rules import LaneConfig, Preference
 from kvtransfer.transport import Arrived
 from kvtransfer.transports.collective.collective import CollectiveTransport
 from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousServer, RendezvousStore

@@ -49,7 +49,7 @@ from benchmarks.transfer.destination import (
 )
 from benchmarks.transfer.requests import LENGTHS, RequestTimes, ask_clusters, asked_table
 from cluster.bench.measured_on import find_hardware
-from kvtransfer.lane_config import LaneConfig, Preference
+from kvtransfer.lane_rules import LaneConfig, Preference
 from kvtransfer.transport import Chunk, LaneLost
 from kvtransfer.transports.collective.collective import CollectiveTransport
 from protos.values import GenerateRequest, LaneAddress, SamplingParams, Ticket

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.planner.planner import PlannerSettings
 from cluster.planner.planner_config import PlannerConfig
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from protos.errors import BadCheckpoint, Misconfigured
 from protos.hints import counted
 from protos.model_files.opening import open_model

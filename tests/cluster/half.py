@@ -14,7 +14,7 @@ import torch
 
 from decode_pool.decode_role import DecodeRole
 from kvtransfer.hashing import chain_hashes
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.reshard import Cut
 from kvtransfer.ticket_ledger import TicketState
 from kvtransfer.transports.collective.collective import CollectiveTransport

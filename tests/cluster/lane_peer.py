@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from kvtransfer.lane_config import LaneConfig, Preference
+from kvtransfer.lane_rules import LaneConfig, Preference
 from kvtransfer.reshard import covering, heads_of
 from kvtransfer.transport import Arrived, Chunk
 from kvtransfer.transports.collective.collective import CollectiveTransport

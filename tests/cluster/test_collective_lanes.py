@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.lane_config import LaneConfig, Preference
+from kvtransfer.lane_rules import LaneConfig, Preference
 from kvtransfer.reshard import heads_of
 from kvtransfer.transport import Arrived, LaneLost, Sent
 from kvtransfer.transports.collective.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport

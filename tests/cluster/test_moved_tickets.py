@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.ticket_ledger import TicketState
 from protos.values import SamplingParams, Ticket
 from tests.cluster.half import Distant, Half, until

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.lane_config import LaneConfig, Preference
+from kvtransfer.lane_rules import LaneConfig, Preference
 from kvtransfer.ticket_ledger import TicketState
 from protos.values import Ticket
 from tests.cluster.half import Distant, Half, until

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.transport import Chunk, Receiver, Sender
 from kvtransfer.transports.collective.collective import CollectiveTransport
 from kvtransfer.transports.inproc import InprocExchange

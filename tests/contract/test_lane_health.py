@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.transport import LaneLost
 from kvtransfer.transports.collective.lane_wire import LaneWire
 from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousStore

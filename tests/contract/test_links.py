@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.lane_config import LaneConfig, Preference
+from kvtransfer.lane_rules import LaneConfig, Preference
 from kvtransfer.transports.links.choice import TransportRefused, open_links
 from kvtransfer.transports.links.host_staged import HostStaged, why_no_nccl
 from kvtransfer.transports.links.links import HEADER_TAG, PAYLOAD_TAG, LaneRank, Links, Meeting

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence
 from kvtransfer.transports.collective.collective import CollectiveReceiver, CollectiveSender, CollectiveTransport
 from kvtransfer.transports.links.staging_memory import Staging

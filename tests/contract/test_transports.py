@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.transport import Arrived, LaneLost, peer_name
 from kvtransfer.transports.collective.collective import CollectiveReceiver
 from kvtransfer.transports.links.shm import NUM_SLOTS

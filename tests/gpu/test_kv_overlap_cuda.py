@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from decode_pool.decode_role import DecodeRole
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.transports.collective.collective import CollectiveTransport
 from prefill_pool.prefill_role import PrefillRole
 from protos.values import FinishReason, GenerateRequest, LaneAddress, ReserveRequest, Span

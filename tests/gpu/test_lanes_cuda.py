@@ -15,7 +15,7 @@ from typing import cast
 import pytest
 import torch
 
-from kvtransfer.lane_config import LaneConfig, Preference
+from kvtransfer.lane_rules import LaneConfig, Preference
 from kvtransfer.reshard import heads_of
 from kvtransfer.transport import Arrived
 from kvtransfer.transports.collective.collective import CollectiveTransport

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.transport import Arrived, LaneLost
 from kvtransfer.transports.collective.collective import CollectiveReceiver, CollectiveTransport
 from protos.values import LaneAddress

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.transport import Arrived, Chunk, LaneLost
 from kvtransfer.transports.collective.collective import CollectiveTransport
 from protos.values import KVLayout, LaneAddress, Ticket

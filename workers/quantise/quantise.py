@@ -6,25 +6,28 @@ embed the calibration text ─▶ for each layer: run it and observe its inputs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from protos.errors import Misconfigured, UnsupportedModel
 from protos.model_files.folder import FolderFiles
 from protos.model_files.opening import open_model
+from workers.kernels.cpu.products import PackedWeight
 from workers.models.loader import with_stored_head
 from workers.models.model_config import ModelConfig, read_config
 from workers.quantise.awq_scales import InputSample, clipped_scales, fold_scales
 from workers.quantise.gptq_levels import SecondMoments, gptq_levels
-from workers.quantise.observed import ObservedFloats
 from workers.quantise.quantised_folder import QuantisedFolder
 from workers.quantise.recipe import QuantiseRecipe
 from workers.quantise.walk import LayerWalk, Sequences
+from workers.weights.encoding import LayerContext, Matrix, WeightEncoding, WeightShare
+from workers.weights.formats.float_matrix import FLOAT_ENCODING
 from workers.weights.group_rounding import check_finite
 from workers.weights.registry import encodings_of, open_source
+from workers.weights.slots import Slot
 from workers.weights.source import WeightSource
 
 OnLayer = Callable[[int, int], None]
@@ -173,3 +176,61 @@ class _Nothing:
 
 
 _OBSERVERS: Mapping[str, Callable[[int], Any]] = {"rtn": _Nothing, "gptq": SecondMoments, "awq": InputSample}
+
+
+class InputObserver(Protocol):
+    def add(self, x_TI: torch.Tensor) -> None: ...
+
+
+AnyObserver = TypeVar("AnyObserver", bound=InputObserver)
+
+
+class ObservedFloats(Generic[AnyObserver]):
+    """`observers` are by the names of the projections that have an input in common. They see nothing once `done`."""
+
+    def __init__(self, make: Callable[[int], AnyObserver]) -> None:
+        self._make = make
+        self.observers: dict[tuple[str, ...], AnyObserver] = {}
+        self._done = False
+
+    def encoding_of(self, name: str) -> WeightEncoding:
+        return self
+
+    def done(self) -> None:
+        self._done = True
+
+    def matrix(self, context: LayerContext, share: WeightShare, *, gated: bool = False) -> Matrix:
+        observer = self._make(share.num_inputs)
+        self.observers[tuple(projection.name for projection in share.projections)] = observer
+
+        def observe(x_TI: torch.Tensor) -> None:
+            if not self._done:
+                observer.add(x_TI)
+
+        return _ObservedMatrix(FLOAT_ENCODING.matrix(context, share, gated=gated), observe)
+
+
+class _ObservedMatrix:
+    def __init__(self, matrix: Matrix, observe: Callable[[torch.Tensor], None]) -> None:
+        self._matrix = matrix
+        self._observe = observe
+
+    @property
+    def packed_weight(self) -> PackedWeight | None:
+        return None
+
+    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        self._observe(x_TI)
+        return self._matrix(x_TI, bias_O)
+
+    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+        return self._matrix.before_gate(x_TI, bias_O)
+
+    def pack(self) -> None:
+        """Stays as loaded: the weight is replaced by its rounded one."""
+
+    def dequantised(self) -> torch.Tensor:
+        return self._matrix.dequantised()
+
+    def slots(self) -> Iterator[Slot]:
+        return self._matrix.slots()

@@ -12,7 +12,7 @@ import time
 import torch
 
 from kvtransfer.hashing import compiled
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.transports.collective.collective import CollectiveTransport
 from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousStore
 from protos.model_files.digests import read_digests

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,6 @@ from workers.kernels.this_device import Queued, to_device
 from workers.models.decoder import ModelInputs, Taps
 from workers.models.interface import ServedDecoder
 from workers.runner.cuda_graphs import DecodeGraphs, Recorder
-from workers.runner.device_clock import DeviceClock, TimedStep
 from workers.runner.fused_layers import fused_layers
 from workers.runner.inputs import model_inputs
 from workers.runner.packed_batch import Packed, num_pooled, num_sampled, pack, sampled_rows
@@ -49,6 +49,55 @@ from workers.sampling.penalties import NONE
 from workers.sampling.sampler import Drawn, sample
 from workers.sampling.token_scores import TokenScores
 from workers.timeline import Timeline
+
+FORGET_S = 30.0
+"""After this long the two clocks are aligned again: their rates differ slightly."""
+
+_cuda: Any = torch.cuda
+
+
+def _event() -> Any:
+    return _cuda.Event(enable_timing=True)
+
+
+class DeviceClock:
+    """Times work in a device's queue. `clock` is the host's clock; `event` makes a marker for the queue, such as
+    torch's CUDA events."""
+
+    def __init__(self, clock: Callable[[], float], *, event: Callable[[], Any] = _event) -> None:
+        self._clock = clock
+        self._event = event
+        self._base: Any = None
+        self._base_s = 0.0
+
+    def begin(self) -> TimedStep:
+        if self._base is None or self._clock() - self._base_s > FORGET_S:
+            self._base = self._event()
+            self._base.record()
+            self._base.synchronize()
+            self._base_s = self._clock()
+        start, end = self._event(), self._event()
+        start.record()
+        return TimedStep(self._base, self._base_s, start, end)
+
+
+class TimedStep:
+    def __init__(self, base: Any, base_s: float, start: Any, end: Any) -> None:
+        self._base = base
+        self._base_s = base_s
+        self._start = start
+        self._end = end
+
+    def stop(self) -> None:
+        """Marks the end of work queued since."""
+        self._end.record()
+
+    def span(self) -> tuple[float, float]:
+        """(start, end) by the host's clock. Waits for the step's end."""
+        self._end.synchronize()
+        milliseconds = (self._base.elapsed_time(event) for event in (self._start, self._end))
+        start_s, end_s = (self._base_s + ms / 1000 for ms in milliseconds)
+        return start_s, end_s
 
 
 class TorchRunner:

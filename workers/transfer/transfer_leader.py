@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from kvtransfer.lane_config import LaneConfig
-from kvtransfer.lane_rules import merged, overdue, require_health, require_room, superfluous
+from kvtransfer.lane_rules import LaneConfig, merged, overdue, require_health, require_room, superfluous
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Sent, peer_name
 from protos.values import KVLayout, LaneAddress, LaneLoad, LaneStats, Ticket
 from workers.parallel.operations import TransferOperations

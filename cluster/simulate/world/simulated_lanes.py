@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.transports.inproc import InprocExchange, InprocParcel
 from protos.values import LaneAddress
 

@@ -19,11 +19,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from msgspec.structs import replace
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.reshard import incoming, outgoing, require_compatible
 from kvtransfer.transport import Arrived, Chunk, LaneLost, Presence, Sent, peer_name
-from kvtransfer.transports.collective.counters import LaneCounters
-from kvtransfer.transports.collective.lane import Lane, end_all
+from kvtransfer.transports.collective.lane import Lane, LaneCounters, end_all
 from kvtransfer.transports.collective.lane_wire import LaneWire, PayloadCorrupted, Rendezvous
 from kvtransfer.transports.collective.receiving import Inbox, IncomingPayload
 from kvtransfer.transports.collective.sending import Outbox, QueuedPayload

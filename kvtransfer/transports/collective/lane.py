@@ -14,16 +14,39 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvtransfer.lane_config import LaneConfig
-from kvtransfer.transports.collective.counters import LaneCounters
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.transports.collective.lane_wire import LaneWire, PayloadCorrupted, Rendezvous, WireBroken, WireStuck
-from protos.values import LaneStats
+from protos.values import LaneLoad, LaneStats
 
 log = logging.getLogger("baton.kvtransfer")
 
 _RETRY_S = 0.2
+
+
+class LaneCounters:
+    """Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, str], Counter[str]] = {}
+
+    def opened(self, transport: str, why: str) -> None:
+        with self._lock:
+            self._counts.setdefault((transport, why), Counter()).update(num_open=1, num_opened=1)
+
+    def ended(self, transport: str, why: str, *, lost: bool, stuck: bool, corrupt: bool) -> None:
+        with self._lock:
+            counts = self._counts[transport, why]
+            counts["num_open"] -= 1
+            if lost:
+                counts.update(num_lost=1, num_stuck=int(stuck), num_corrupt=int(corrupt))
+
+    def lane_loads(self) -> Sequence[LaneLoad]:
+        with self._lock:
+            return [LaneLoad(transport=key[0], reason=key[1], **counts) for key, counts in self._counts.items()]
 
 
 class Closing(Exception):

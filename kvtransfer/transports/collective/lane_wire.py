@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import xxhash
 
 from kvtransfer.transport import MAX_TICKET_ID_BYTES, Chunk, peer_name
 from kvtransfer.transports.links.choice import open_links
@@ -302,3 +303,9 @@ def _first_line(error: Exception) -> str:
     """gloo and c10d put a stack trace, or a path of their build machine, around what matters."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return line.rpartition("] ")[2] if line.startswith("[") else line
+
+
+def checksum(piece: torch.Tensor) -> int:
+    """A checksum of 32 bits, never 0. On CUDA they are copied to the host first, which costs more than sending them."""
+    data = piece.detach().cpu().contiguous().view(torch.uint8).numpy().data
+    return xxhash.xxh3_64_intdigest(data) & 0xFFFFFFFF or 1

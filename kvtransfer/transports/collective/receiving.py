@@ -17,9 +17,8 @@ import torch
 
 from kvtransfer.reshard import Slice
 from kvtransfer.transport import Chunk
-from kvtransfer.transports.collective.checksum import checksum
 from kvtransfer.transports.collective.lane import ClosedIdle, Closing, Lane
-from kvtransfer.transports.collective.lane_wire import Header, LaneWire, PayloadCorrupted, WireBroken
+from kvtransfer.transports.collective.lane_wire import Header, LaneWire, PayloadCorrupted, WireBroken, checksum
 from kvtransfer.transports.links.staging_memory import Staging
 from protos.values import KVLayout
 

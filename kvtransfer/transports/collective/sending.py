@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.reshard import Slice, pieces
 from kvtransfer.transport import Chunk, Sent
-from kvtransfer.transports.collective.checksum import checksum
 from kvtransfer.transports.collective.lane import ClosedIdle, Closing, Lane
-from kvtransfer.transports.collective.lane_wire import Header, LaneWire, Message, WireBroken
+from kvtransfer.transports.collective.lane_wire import Header, LaneWire, Message, WireBroken, checksum
 from kvtransfer.transports.links.staging_memory import Staging
 
 

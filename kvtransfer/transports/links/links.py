@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from kvtransfer.transports.rendezvous.rendezvous_store import RendezvousStore
 
 HEADER_TAG = 1

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.lane_config import LaneConfig
-from kvtransfer.lane_rules import merged, require_health, require_room, superfluous, why_unhealthy
+from kvtransfer.lane_rules import LaneConfig, merged, require_health, require_room, superfluous, why_unhealthy
 from protos.errors import Misconfigured, Overloaded, TransferFailed
 from protos.values import LaneLoad, LaneStats
 

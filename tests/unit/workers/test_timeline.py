@@ -10,7 +10,7 @@ import pytest
 from protos.values import Span
 from tests.unit.workers.harness import ToyEngine, ask, by_hand
 from workers.batch import Batch, PendingStep, Row
-from workers.runner.device_clock import DeviceClock
+from workers.runner.torch_runner import DeviceClock
 from workers.timeline import Timeline
 
 

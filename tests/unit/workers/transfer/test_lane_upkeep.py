@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtransfer.lane_config import LaneConfig
+from kvtransfer.lane_rules import LaneConfig
 from protos.errors import Overloaded, TransferFailed
 from protos.values import LaneStats
 from workers.transfer.transfer_leader import PERIOD_S, LaneUpkeep

@@ -133,6 +133,6 @@ def test_a_fault_of_each_kind_hurts(kind: Kind) -> None:
 
 
 def test_a_lane_that_is_held_up_for_longer_than_lanes_wait_is_lost() -> None:
-    """Production loses it after `kvtransfer.lane_config.LaneConfig.stall_s`, whatever the lease: KV is sent anew."""
+    """Production loses it after `kvtransfer.lane_rules.LaneConfig.stall_s`, whatever the lease: KV is sent anew."""
     assert felt("patient", "0.5 lane-stall prefill-0>decode-0 for 4.5").num_again == 0
     assert felt("patient", "0.5 lane-stall prefill-0>decode-0 for 5.5").num_again > 0
