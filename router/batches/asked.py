@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+from typing import Any
+
 from starlette.requests import Request
 
 from protos.errors import InvalidRequest, NotFound
 from router.files.batch_storage import BatchStorage
-from router.files.records import PageAsked
+from router.files.records import Api, PageAsked, StoredBatch
 from router.gateway import Gateway
+from router.http.middleware import tenant_of
 
 MAX_LIMIT = 100
 
@@ -37,3 +42,23 @@ def page_asked(request: Request, *, most: int = MAX_LIMIT, default: int = 20, be
         names=names,
         ascending=order == "asc",
     )
+
+
+async def batch_of(gateway: Gateway, request: Request, api: Api) -> StoredBatch:
+    """The batch that the path names. Raises NotFound."""
+    tenant, batch_id = tenant_of(request).name, request.path_params["batch_id"]
+    return await asyncio.to_thread(storage_of(gateway).batches.find, tenant, batch_id, api)
+
+
+async def cancelled_batch(gateway: Gateway, request: Request, api: Api) -> StoredBatch:
+    """The batch that the path names, whose owner ends it. Raises NotFound, InvalidRequest."""
+    storage, tenant = storage_of(gateway), tenant_of(request).name
+    batch = await asyncio.to_thread(storage.batches.cancel, tenant, request.path_params["batch_id"], api)
+    storage.changed.set()
+    return batch
+
+
+async def batch_page(gateway: Gateway, request: Request, api: Api, **limits: Any) -> tuple[list[StoredBatch], bool]:
+    """Batches of the request's tenant, and whether more follow. Raises InvalidRequest."""
+    asked = replace(page_asked(request, **limits), filters={"api": api})
+    return await asyncio.to_thread(storage_of(gateway).batches.page, tenant_of(request).name, asked)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import InvalidRequest, NotFound, UnknownModel
-from router.batches.asked import page_asked, storage_of
+from router.batches.asked import batch_of, batch_page, cancelled_batch, storage_of
 from router.batches.file_routes import EXPIRY, EXPIRY_S, list_body
 from router.batches.line_run import SERVED
 from router.files.records import ENDED, UPLOADED, WINDOW, WINDOWS, StoredBatch, new_id
@@ -99,24 +99,16 @@ def model_of(gateway: Gateway, read: Callable[[int, int], bytes]) -> str:
 
 
 async def list_batches(gateway: Gateway, request: Request) -> Response:
-    storage = storage_of(gateway)
-    asked = replace(page_asked(request), filters={"api": "openai"})
-    found, has_more = await asyncio.to_thread(storage.batches.page, tenant_of(request).name, asked)
-    return json_response(list_body([batch_body(batch) for batch in found], has_more=has_more))
+    batches, has_more = await batch_page(gateway, request, "openai")
+    return json_response(list_body([batch_body(batch) for batch in batches], has_more=has_more))
 
 
 async def retrieve_batch(gateway: Gateway, request: Request) -> Response:
-    storage = storage_of(gateway)
-    tenant, batch_id = tenant_of(request).name, request.path_params["batch_id"]
-    return json_response(batch_body(await asyncio.to_thread(storage.batches.find, tenant, batch_id, "openai")))
+    return json_response(batch_body(await batch_of(gateway, request, "openai")))
 
 
 async def cancel_batch(gateway: Gateway, request: Request) -> Response:
-    storage = storage_of(gateway)
-    tenant, batch_id = tenant_of(request).name, request.path_params["batch_id"]
-    batch = await asyncio.to_thread(storage.batches.cancel, tenant, batch_id, "openai")
-    storage.changed.set()
-    return json_response(batch_body(batch))
+    return json_response(batch_body(await cancelled_batch(gateway, request, "openai")))
 
 
 def batch_body(batch: StoredBatch) -> dict[str, Any]:

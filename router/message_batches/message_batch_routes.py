@@ -9,7 +9,6 @@ import asyncio
 import os
 import re
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import IO, Annotated, Any
 
@@ -20,7 +19,7 @@ from starlette.responses import Response
 
 from protos.errors import Cancelled, InvalidRequest, NotFound, PayloadTooLarge
 from router.anthropic.anthropic_api import ANTHROPIC
-from router.batches.asked import page_asked, storage_of
+from router.batches.asked import batch_of, batch_page, cancelled_batch, storage_of
 from router.batches.batch_routes import model_of
 from router.batches.file_routes import KEPT_S, content_response
 from router.batches.line_run import MESSAGES
@@ -152,30 +151,24 @@ def _check(gateway: Gateway, storage: BatchStorage, lines: IO[bytes]) -> tuple[s
 
 async def list_message_batches(gateway: Gateway, request: Request) -> Response:
     storage = storage_of(gateway)
-    asked = replace(page_asked(request, most=MAX_LISTED, before="before_id"), filters={"api": "anthropic"})
-    found, has_more = await asyncio.to_thread(storage.batches.page, tenant_of(request).name, asked)
-    shown = [await _body(storage, request, batch) for batch in found]
+    batches, has_more = await batch_page(gateway, request, "anthropic", most=MAX_LISTED, before="before_id")
+    shown = [await _body(storage, request, batch) for batch in batches]
     ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
     return json_response({"data": shown, "has_more": has_more} | ends)
 
 
 async def retrieve_message_batch(gateway: Gateway, request: Request) -> Response:
-    storage = storage_of(gateway)
-    return await _shown(storage, request, await _found(storage, request))
+    return await _shown(storage_of(gateway), request, await batch_of(gateway, request, "anthropic"))
 
 
 async def cancel_message_batch(gateway: Gateway, request: Request) -> Response:
-    storage = storage_of(gateway)
-    batch_id = request.path_params["batch_id"]
-    batch = await asyncio.to_thread(storage.batches.cancel, tenant_of(request).name, batch_id, "anthropic")
-    storage.changed.set()
-    return await _shown(storage, request, batch)
+    return await _shown(storage_of(gateway), request, await cancelled_batch(gateway, request, "anthropic"))
 
 
 async def delete_message_batch(gateway: Gateway, request: Request) -> Response:
     """Its requests and results, too."""
     storage, tenant = storage_of(gateway), tenant_of(request).name
-    batch = await _found(storage, request)
+    batch = await batch_of(gateway, request, "anthropic")
     await asyncio.to_thread(storage.batches.delete, tenant, batch.id, "anthropic")
     for file_id in (batch.input_file_id, batch.output_file_id):
         if file_id is not None:
@@ -186,7 +179,7 @@ async def delete_message_batch(gateway: Gateway, request: Request) -> Response:
 
 async def message_batch_results(gateway: Gateway, request: Request) -> Response:
     storage = storage_of(gateway)
-    batch = await _found(storage, request)
+    batch = await batch_of(gateway, request, "anthropic")
     if batch.status not in ENDED:
         raise InvalidRequest(f"The batch {batch.id} has no results yet: its processing_status is not 'ended'")
     if batch.output_file_id is None:
@@ -194,12 +187,6 @@ async def message_batch_results(gateway: Gateway, request: Request) -> Response:
         raise InvalidRequest(f"The batch {batch.id} has ended without results{why}")
     file = await asyncio.to_thread(storage.files.find, batch.tenant, batch.output_file_id)
     return await content_response(storage, file)
-
-
-async def _found(storage: BatchStorage, request: Request) -> StoredBatch:
-    """Raises NotFound."""
-    tenant, batch_id = tenant_of(request).name, request.path_params["batch_id"]
-    return await asyncio.to_thread(storage.batches.find, tenant, batch_id, "anthropic")
 
 
 async def _shown(storage: BatchStorage, request: Request, batch: StoredBatch) -> Response:
