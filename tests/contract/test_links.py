@@ -127,7 +127,7 @@ def test_bytes_arrive_whatever_their_number(lane: Opens, kind: Preference, num_b
 @KINDS
 @pytest.mark.parametrize(("num_sources", "num_destinations"), [(1, 2), (2, 1), (2, 4)])
 def test_every_rank_reaches_every_peer(lane: Opens, kind: Preference, num_sources: int, num_destinations: int) -> None:
-    """Each source tells each destination something else, a header and then bytes, all at the same time."""
+    """Each source sends each destination a header and a payload of their own, all at the same time."""
     many = lane(num_sources, num_destinations)
     links = many.open(kind)
 

@@ -263,8 +263,8 @@ def test_cancelled_chunks_are_not_sent(site: Site) -> None:
 
 
 def test_staging_is_bounded_at_both_ends(over: str) -> None:
-    """Two payloads here, two there and as many as a ring has slots: then offers are not welcome until somebody takes,
-    and nothing is lost."""
+    """Each end stages two payloads, and a ring as many as it has slots. The sender then refuses offers until the
+    receiver takes a payload, and none is lost."""
     bound = 4 + (NUM_SLOTS if over == "shm" else 0)
     site = Site(over, LaneConfig(heartbeat_s=0.05, max_staged_bytes=2 * BLOCK_BYTES))
     sender, receiver, ticket = meet(site)
@@ -351,7 +351,7 @@ def test_tensor_parallel_ranks_pair_up(over: str) -> None:
 
 
 def test_a_chunk_may_be_dropped_before_it_comes(over: str) -> None:
-    """Rank 0 tells a follower rank to forget a chunk that has not come yet."""
+    """Rank 0 has a follower rank drop a chunk that has not arrived yet."""
     site = Site(over, LaneConfig(heartbeat_s=0.05))
     sender, receiver, ticket = meet(site)
     receiver.drop(chunk_of(ticket, 0), "p0#1")

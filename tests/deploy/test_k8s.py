@@ -75,7 +75,7 @@ def test_parameters_are_flags_of_ray_start(shape: Rendered) -> None:
 # -- every container ---------------------------------------------------------------------------------------------------
 
 
-def test_containers_run_as_nobody_with_nothing(shape: Rendered) -> None:
+def test_containers_run_unprivileged_and_read_only(shape: Rendered) -> None:
     assert set(shape.containers) == {*OURS, "redis"}
     for name, template in shape.templates.items():
         pod, container = template["spec"], shape.containers[name]

@@ -114,7 +114,7 @@ def test_a_pulled_prefix_brings_the_heads_part(
     assert drafts.after == expected
 
 
-def test_the_host_tier_keeps_the_heads_part(
+def test_the_host_tier_keeps_the_kv_of_draft_heads(
     target: Path, head: str, alone: tuple[list[int], dict[int, tuple[int, ...]]]
 ) -> None:
     tokens, expected = alone

@@ -150,7 +150,7 @@ def test_clients_of_a_lost_gateway_are_told_and_leave_nothing_behind() -> None:
     assert errors == {"", "gateway_lost"}
 
 
-def test_clients_that_leave_leave_nothing_behind() -> None:
+def test_aborted_requests_leave_nothing_behind() -> None:
     outcome, _ = run("0.5 aborts clients by 1.0")
     assert {record.error for record in outcome.records} == {"", "aborted"}
 
