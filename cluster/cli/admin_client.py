@@ -148,7 +148,7 @@ def no_answer(client: httpx.Client, error: httpx.HTTPError) -> Unavailable:
 
 
 def silence(client: httpx.Client, error: httpx.HTTPError) -> tuple[str, str]:
-    """Why no answer came, and the fix, "" where there is none to name."""
+    """Returns why no answer came, and the fix ("" if none is known)."""
     url = client.base_url
     if isinstance(error, httpx.TimeoutException):
         return f"{url} does not answer in time", ""

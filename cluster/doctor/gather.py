@@ -241,7 +241,7 @@ async def _policy(client: Any) -> str:
 
 
 def _closed(status: View) -> tuple[Sequence[ClosedPort], int]:
-    """The closed ones among `_ports`, and how many there was no time for."""
+    """Returns the closed ports among `_ports`, and the number of ports that were not tried for want of time."""
     ports = list(_ports(status))
     unknown = set(_unresolved(host_of(address) for _, address in ports))
     nameless = [
@@ -254,8 +254,8 @@ def _closed(status: View) -> tuple[Sequence[ClosedPort], int]:
 
 
 async def _try(ports: Sequence[tuple[str, str]]) -> tuple[Sequence[ClosedPort], int]:
-    """The closed ones, `MAX_CONNECTS` tried at once: each that drops packets takes `CONNECT_S`; and for how many
-    `PORTS_S` were not enough."""
+    """Returns the closed ports, and the number of ports that were not tried within `PORTS_S`. `MAX_CONNECTS` are tried
+    at once: a port that drops packets takes `CONNECT_S`."""
     room = asyncio.Semaphore(MAX_CONNECTS)
 
     async def tried(what: str, address: str) -> ClosedPort | None:

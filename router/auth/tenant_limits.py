@@ -56,7 +56,7 @@ class TenantLimits(Protocol):
 
 
 class LocalLimits:
-    """`TenantLimits` of one gateway, which knows of no other."""
+    """`TenantLimits` of one gateway, shared with no other."""
 
     trouble = ""
 

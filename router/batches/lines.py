@@ -2,8 +2,8 @@
 
 An index of 52 bytes a line is kept, never the lines: 50,000 lines of 200 MB need 3 MB.
 
-Lines are sorted by fingerprints of the first 256, 1,024, 4,096, 16,384 and all bytes of what becomes the prompt's
-beginning, so that those that share a prefix of any of these lengths are neighbours, whatever else they contain.
+Lines are sorted by fingerprints of what begins their prompts: of its first 256, 1,024, 4,096 and 16,384 bytes, and of
+all. Lines that share a prefix of one of these lengths are neighbours, whatever else they contain.
 """
 
 from __future__ import annotations

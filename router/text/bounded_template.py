@@ -305,7 +305,7 @@ def _is_bounded(node: nodes.Node, macros: set[str], assigned: set[str]) -> bool:
 
 
 def _mentions(node: nodes.Node, assigned: set[str]) -> Iterator[bool]:
-    """For each variable that it reads, but for its length: whether that is an assigned one."""
+    """Yields, for each variable of which the node reads more than the length, whether the variable is assigned."""
     for child in node.iter_child_nodes():
         if isinstance(child, nodes.Name) and child.ctx == "load":
             yield child.name in assigned

@@ -63,8 +63,8 @@ class ShadowDecision:
 
 
 class DecisionRecord(Value, frozen=True, kw_only=True):
-    """One decision, with what it was made from; of many candidates a part (`pair.kept_candidates`). Without a prefill
-    worker of its own the decode worker is also the `prefill_worker`."""
+    """One decision and its inputs. `candidates` are those that `pair.kept_candidates` returns. If the decode worker
+    also prefills, it is the `prefill_worker`, too."""
 
     at_s: float
     view: RequestView

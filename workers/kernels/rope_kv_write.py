@@ -122,8 +122,8 @@ def rope_kv_write(
     out_TND = torch.empty(q_TND.shape, dtype=q_TND.dtype, device=q_TND.device)
     if num_tokens == 0:
         return out_TND
-    # 8 heads of 128 are 512 pairs: on two warps, loads of 16 bytes a thread in bfloat16, and a decode step of 64 rows
-    # of an 8B model still makes 320 programs. Chosen by reasoning, not measured yet.
+    # 8 heads of 128 are 512 pairs: each thread of two warps loads 16 bytes in bfloat16, and a decode step of 64 rows of
+    # an 8B model still has 320 programs. Chosen by reasoning, not measured yet.
     heads = min(8, triton.next_power_of_2(max(num_heads, num_kv_heads)))
     grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rope_kv_write[grid](

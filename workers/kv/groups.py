@@ -43,8 +43,12 @@ def with_windows(layout: KVLayout, windows: Sequence[int | None]) -> KVLayout:
 
 
 def group_size(counts: Mapping[int | None, int]) -> int | None:
-    """Layers of the largest group, for so many layers of each window. Groups without a window are full: they hold all
-    of a long context. None if that needs more than `MAX_GROUPS` groups."""
+    """Returns the number of layers of a group, None if more than `MAX_GROUPS` groups would be needed.
+
+    - `counts`: layers by window, None for layers without a window
+
+    Groups without a window have no empty places, which would take memory for the whole of a long context.
+    """
     num_layers, num_full = sum(counts.values()), counts.get(None, 0)
     sizes: list[tuple[float, int]] = []
     for size in range(1, max(counts.values()) + 1):

@@ -88,7 +88,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     weight_format: WeightFormat | None  # None: in floating point
     experts: ExpertsConfig | None = None  # None: every layer has one gated MLP
-    latent: LatentConfig | None = None  # None: the cache keeps keys and values; else `head_dim` is what turns of a head
+    latent: LatentConfig | None = None  # None: keys and values are cached; else `head_dim` is a head's rotated part
     num_mtp_layers: int = 0  # stored behind the decoder's layers for multi-token prediction, and not loaded
 
     @property

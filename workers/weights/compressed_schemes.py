@@ -70,7 +70,7 @@ class CompressedLayers:
         return f"compressed-tensors-{schemes[0].label}{'-mixed' if len(schemes) > 1 else ''}"
 
     def of_layer(self, name: str) -> LayerScheme | None:
-        """None: in floating point. Exact names come first, then patterns, then classes."""
+        """Returns None for a layer in floating point. An exact name precedes patterns, and these precede classes."""
         if any(_matches(name, target) for target in self.ignored):
             return None
         for kind in (0, 1, 2):

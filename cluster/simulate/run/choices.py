@@ -39,7 +39,10 @@ class ClusterChoice:
 
 
 def choices(table: ClusterTable, settings: ClusterConfig) -> list[ClusterChoice]:
-    """Sorts the smallest clusters first. Missing numbers are those of the settings. Raises Misconfigured."""
+    """Returns the clusters of the table, smallest first. The settings give the numbers that the table does not have.
+
+    Raises Misconfigured.
+    """
     policies = _policies(settings.router.policy if table.policy is None else table.policy)
     ranks = _numbers("tp", _first(table.tp, settings.worker.tp), least=1)
     if table.max_gpus is not None:

@@ -314,7 +314,7 @@ def _excuses(made: SoakTrial) -> set[str]:
     kinds, router = [fault.kind for fault in made.faults], made.config.router
     num_asked = sum(len(session.turns) for session in made.sessions)
     possible = {ABORTED: Kind.ABORTS in kinds, GATEWAY_LOST: Kind.GATEWAY_RESTART in kinds}
-    # KV over a stalled lane holds blocks for a lease, which is as long as a worker may go without a step here.
+    # KV over a stalled lane holds its blocks for a lease. Here a worker may go without a step no longer than that.
     stalls = any(
         fault.kind is Kind.LANE_STALL and fault.duration_s >= made.config.spec.stall_s for fault in made.faults
     )

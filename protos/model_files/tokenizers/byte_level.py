@@ -45,8 +45,8 @@ def vocab_tokenizer(
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
     if name not in _SPLITS:
         raise UnsupportedModel(
-            f"{where}: tokenizer_class in tokenizer_config.json is {config.get('tokenizer_class')!r}: of vocab.json "
-            f"with merges.txt {', '.join(_SPLITS)} are served. Write tokenizer.json with transformers: "
+            f"{where}: tokenizer_class in tokenizer_config.json is {config.get('tokenizer_class')!r}: with "
+            f"vocab.json and merges.txt, {' and '.join(_SPLITS)} are served. Write tokenizer.json with transformers: "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
     pattern, nfc = _SPLITS[name]

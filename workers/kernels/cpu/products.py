@@ -235,7 +235,7 @@ def places_of(order: torch.Tensor) -> torch.Tensor:
 
 
 def panel_order(num_outputs: int, gated: bool = False) -> torch.Tensor:
-    """Which output stands where in the panels, -1 where none does. Gated: 16 of the gate, then their 16 of up."""
+    """The output at each place of the panels, -1 at an empty place. If gated, 16 of gate precede their 16 of up."""
     if not gated:
         order = torch.full((-(-num_outputs // _PANEL) * _PANEL,), -1)
         order[:num_outputs] = torch.arange(num_outputs)

@@ -124,8 +124,8 @@ def _region(num_bytes: int) -> mmap.mmap:
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep what a step frees for the next one: else each step is given fresh pages, and waits for
-    every one of them to be zeroed. Only where that library is glibc; the process never holds more than its peak."""
+    """Lets glibc keep memory that a step frees for the next step: fresh pages would have to be zeroed in each step. The
+    process never holds more than its peak. Other C libraries are left as they are."""
     _set_malloc(_NEVER)
 
 

@@ -35,8 +35,8 @@ class MXFP4Weight:
         share, total = stored.share, stored.share.total_inputs
         if total % _BLOCK:
             raise UnsupportedModel(
-                f"{stored.projection.name}: MXFP4 has blocks of {_BLOCK} inputs, and config.json makes it {total}: "
-                "give --model the checkpoint with weights in bfloat16"
+                f"{stored.projection.name}: MXFP4 needs a multiple of {_BLOCK} inputs, and config.json gives "
+                f"{total}: give --model the checkpoint with weights in bfloat16"
             )
         end = share.first_input + share.num_inputs
         self._blocks = range(share.first_input // _BLOCK, -(-end // _BLOCK))
