@@ -171,8 +171,7 @@ def _read_tensor(cursor: Cursor, index: int) -> GGUFTensor:
         )
     if not all(shape) or shape[-1] % kind.num_values:
         raise BadCheckpoint(
-            f"{cursor.path}: tensor {name!r} has the shape {shape}: a row of {kind.name} must have a multiple of "
-            f"{kind.num_values} values. Download or convert the file again"
+            f"{cursor.path}: tensor {name!r} is {shape}: rows of {kind.name} have multiples of {kind.num_values} values"
         )
     return GGUFTensor(name=name, format=kind, shape=shape, start=start)
 
