@@ -85,6 +85,7 @@ def _cached_path(hub: HubName) -> Path:
 def _complete(hub: HubName) -> Path | None:
     """The path of the model in the cache; None unless all of its files are there."""
     from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.constants import is_offline_mode
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     ref = cache_folder(hub) / "refs" / (hub.revision or "main")
@@ -93,7 +94,9 @@ def _complete(hub: HubName) -> Path | None:
         return None
     try:
         names = [one.path for one in get_cached_repo_tree(hub.repository, revision=folder.name)]
-    except CachedRepoTreeNotFoundError:  # another program has filled the cache
+    except CachedRepoTreeNotFoundError:  # another program has filled the cache: only the hub knows what it lacks
+        if not is_offline_mode():
+            return None
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
     try:
         files = served_files(names, hub, lambda: _json(folder / INDEX))

@@ -13,7 +13,7 @@ from protos.model_files.folder import INDEX, SINGLE, TEMPLATES
 from protos.model_files.hub_name import HubName
 
 _SMALL = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-_SHARD = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)", re.IGNORECASE)
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
 _ENCODING = re.compile(r"[-._]((?:UD-)?(?:I?Q\d|T?Q\d|B?F16|F32|MXFP4)\w*)$", re.IGNORECASE)
 
 ReadIndex = Callable[[], Mapping[str, Any]]
@@ -28,10 +28,15 @@ def served_files(names: Sequence[str], name: HubName, read_index: ReadIndex) -> 
         chosen = [model for model in models if _is_named(model.lower(), wanted)]
     else:
         if weights := _weights(names, read_index):
+            if missing := sorted(set(weights) - set(names)):
+                raise BadCheckpoint(f"{name}: {INDEX} names {listed(missing)}, which it has not", param="model")
             return _small(names, name) + weights
         chosen = list(models)
     if len(chosen) == 1:
-        return models[chosen[0]]
+        shards = models[chosen[0]]
+        if (number := _SHARD.search(shards[0])) and len(shards) != int(number[1]):
+            raise BadCheckpoint(f"{name} has {len(shards)} of the {number[1]} files of {chosen[0]}", param="model")
+        return shards
     if models:
         shown = listed([_encoding(model) for model in chosen or models], 40)
         raise BadCheckpoint(
@@ -60,7 +65,7 @@ def _small(names: Sequence[str], name: HubName) -> list[str]:
 
 def _weights(names: Sequence[str], read_index: ReadIndex) -> list[str]:
     """Chooses like `FolderFiles.weight_files`, and no consolidated twin."""
-    if INDEX in names and (indexed := set(read_index().get("weight_map", {}).values()) & set(names)):
+    if INDEX in names and (indexed := set(read_index().get("weight_map", {}).values())) & set(names):
         return sorted(indexed)
     if SINGLE in names:
         return [SINGLE]

@@ -151,6 +151,37 @@ def test_what_cannot_be_had_is_refused_with_a_fix(
         local_model(name)
 
 
+INDEX_OF_TWO = b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": b"{}", "model.safetensors.index.json": INDEX_OF_TWO, "model-1.safetensors": b"1"},
+        {"tiny-00002-of-00002.gguf": b"GGUF2"},
+    ],
+)
+def test_a_part_of_a_model_is_not_served(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]
+) -> None:
+    """Neither from a repository nor from a cache that another program has begun to fill."""
+    hub.add("acme/tiny", files)
+    with pytest.raises(BadCheckpoint):
+        local_model("acme/tiny")
+    commit = hub.add("acme/tiny", TINY)
+    folder = cache_folder(HubName(repository="acme/tiny"))
+    (folder / "refs").mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    for name, content in files.items():
+        (folder / "snapshots" / commit / name).write_bytes(content)
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(Misconfigured):
+            local_model("acme/tiny")
+    assert Path(local_model("acme/tiny"), "model.safetensors").read_bytes() == WEIGHTS
+
+
 def test_without_a_network_or_offline_the_cache_is_named(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
