@@ -4,6 +4,7 @@ answer."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -33,6 +34,8 @@ from router.streaming.token_sink import TokenSink, compiled
 from router.text.model_card import ModelCard
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import TextDelta, UsageCounter, answer
+
+log = logging.getLogger("baton.gateway")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +241,10 @@ class Gateway:
             ended = EndedRequest.of(request, error)
             track.used(ended.usage)
             for observer in self.observers:
-                observer.ended(ended)
+                try:
+                    observer.ended(ended)
+                except Exception:  # of one costs no other its row, and the client nothing
+                    log.exception("%s has failed at the end of %s", type(observer).__name__, ask.request_id)
 
 
 def _pattern(alias: str) -> str:

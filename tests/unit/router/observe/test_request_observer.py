@@ -62,3 +62,16 @@ async def test_a_request_that_no_worker_had_has_no_usage() -> None:
     async with serving(gateway) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         await http.post("/v1/completions", json={"model": "tiny", "prompt": "hello"})
     assert (await watcher.seen.get()).usage.prompt_tokens == 0
+
+
+async def test_an_observer_that_fails_costs_no_other_and_no_client(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Watcher):
+        def ended(self, ended: EndedRequest) -> None:
+            raise ZeroDivisionError
+
+    watcher = Watcher()
+    gateway = replace(make_gateway(Scripted(saying("ab"))), observers=(Broken(), watcher))
+    async with serving(gateway) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        answer = await http.post("/v1/completions", json={"model": "tiny", "prompt": "hello"})
+    assert (answer.status_code, (await watcher.seen.get()).outcome) == (200, "ok")
+    assert [record.levelname for record in caplog.records if "Broken" in record.message] == ["ERROR"]
