@@ -199,6 +199,8 @@ class DriverProcess:
             self._channel = None
             self._up.clear()
             await channel.close()
+            for task in self._tasks:  # of this Ray
+                task.cancel()
             for answered in self._calls.values():
                 if not answered.done():
                     answered.set_exception(Unavailable("Ray was lost: try again later"))

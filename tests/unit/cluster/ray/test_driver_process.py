@@ -55,13 +55,17 @@ class Parent:
     """A driver's parent, and every trouble that it has shown."""
 
     def __init__(self, folder: Path) -> None:
-        self.num_up = self.num_ended = 0
+        self.num_up = self.num_settled = self.num_ended = 0
+        self.may_settle = asyncio.Event()
+        self.may_settle.set()
         begin = BeginDriver(config=RayConfig(), folder=str(folder), lock="", orphan_s=1.0)
         self.driver = DriverProcess(begin, SupervisionConfig(), came_up=self._came_up, clean_up=self._clean_up)
         self.running: asyncio.Task[None] | None = None
 
     async def _came_up(self) -> None:
         self.num_up += 1
+        await self.may_settle.wait()
+        self.num_settled += 1
 
     def _clean_up(self) -> None:
         self.num_ended += 1
@@ -111,6 +115,21 @@ async def test_a_call_fails_with_its_driver_and_the_next_driver_answers(
     assert parent.num_up == 2
     [record] = [record for record in caplog.records if record.name == "baton.test"]
     assert (record.levelno, vars(record)["worker"]) == (logging.WARNING, "decode-0")
+
+
+async def test_the_places_of_a_lost_ray_are_not_reserved_in_the_next_one(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker's was reserved twice."""
+    monkeypatch.setattr(driver_process, "PROGRAM", ONCE)
+    parent.may_settle.clear()
+    parent.start()
+    with pytest.raises(Unavailable):
+        await parent.driver.call("take", kind=tuple[str, ...])
+    assert await parent.driver.call("take", kind=tuple[str, ...]) == ("3",)
+    parent.may_settle.set()
+    await parent.until(lambda trouble: not trouble)
+    assert (parent.num_up, parent.num_settled) == (2, 1)
 
 
 async def test_a_driver_that_stands_still_is_named_until_it_answers(
