@@ -28,22 +28,29 @@ class Places:
         self._here = here
         self._orphan_s = orphan_s
         self._taken: dict[str, TakenShare] = {}  # by worker
+        self._ended: set[str] = set()  # workers on nodes whose share is given back; `_taken` has what to leave
 
     @property
     def trouble(self) -> str:
         return self._driver.fault
 
     async def keep(self, plans: Sequence[WorkerPlan]) -> None:
-        """Reserves the places of running workers in a Ray that has come up, or warns: they serve either way."""
+        """Reserves the places of running workers in a Ray that has come up, or warns: they serve either way. Raises
+        Unavailable if that Ray is lost."""
         for plan in plans:
-            if (share := self._taken.get(plan.worker_id)) is None:
+            share = self._taken.get(plan.worker_id)
+            if share is None or plan.worker_id in self._ended:
                 continue
             why = ""
             try:
                 if await self._driver.call("keep", plan, share, kind=bool):
                     continue
             except BatonError as error:
+                if not self._driver.is_up:
+                    raise
                 why = f": {error.message}"
+            if self._taken.get(plan.worker_id) is not share or plan.worker_id in self._ended:
+                continue
             log.warning(
                 "worker %s: Ray could not reserve what it has (GPUs: %s): Ray may give the same to other programs%s",
                 plan.worker_id, ", ".join(share.devices) or "none", why,
@@ -68,6 +75,7 @@ class Places:
 
     async def give_back(self, plan: WorkerPlan) -> None:
         if self._here is None:
+            self._ended.add(plan.worker_id)
             await self._try("give_back", plan.worker_id)
 
     async def release(self, worker_id: str) -> None:
@@ -83,6 +91,7 @@ class Places:
     async def _move(self, worker_id: str, share: TakenShare | None) -> None:
         """Records the worker's place. Leaves the nodes of the one before on which no other worker is."""
         before = self._taken.pop(worker_id, TakenShare())
+        self._ended.discard(worker_id)
         if share is not None:
             self._taken[worker_id] = share
         used = {address for taken in self._taken.values() for address in taken.hosts}

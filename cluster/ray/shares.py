@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,10 +34,36 @@ class RayShares:
 
     def __init__(self, machines: Machines) -> None:
         self._machines = machines
-        self._shares: dict[str, MachineShare] = {}
+        self._shares: dict[str, MachineShare] = {}  # by worker, as the locks
+        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def take(self, plan: WorkerPlan) -> tuple[str, ...]:
         """Waits until there is room. Returns the GPUs of each rank. Raises WorkerLost if Ray fails."""
+        async with self._changing[plan.worker_id]:
+            await self.give_back(plan.worker_id)
+            return await self._take(plan)
+
+    async def take_devices(self, plan: WorkerPlan, devices: tuple[str, ...], nodes: Sequence[str] = ()) -> bool:
+        """Reserves the GPUs that a worker has already, those of rank r on `nodes[r]`. Returns whether Ray gave exactly
+        these, also to an earlier call. Ray gives any free GPU, so others are held until it has given the right one."""
+        async with self._changing[plan.worker_id]:
+            if plan.worker_id in self._shares:
+                return self._shares[plan.worker_id].devices == devices
+            return await self._take_devices(plan, devices, nodes)
+
+    async def give_back(self, worker_id: str) -> None:
+        share = self._shares.pop(worker_id, None)
+        if share is not None:
+            await self._remove(share.groups)
+
+    async def node_ids(self, worker_id: str) -> Sequence[str]:
+        from ray.util.placement_group import placement_group_table
+
+        [group] = self._shares[worker_id].groups
+        table = await self._machines.call(lambda: placement_group_table(group))
+        return [str(node_id) for _, node_id in sorted(table["bundles_to_node_id"].items())]
+
+    async def _take(self, plan: WorkerPlan) -> tuple[str, ...]:
         bundles = plan.bundles()
         group = await self._group(bundles, plan.worker_id, strategy="PACK" if plan.spans_nodes else "STRICT_PACK")
         share = self._shares[plan.worker_id] = MachineShare(groups=[group])
@@ -51,9 +78,7 @@ class RayShares:
             raise
         return share.devices
 
-    async def take_devices(self, plan: WorkerPlan, devices: tuple[str, ...], nodes: Sequence[str] = ()) -> bool:
-        """Reserves the GPUs that a worker has already, those of rank r on `nodes[r]`. Returns whether Ray gave exactly
-        these. Ray gives any free GPU, so others are held until it has given the right one."""
+    async def _take_devices(self, plan: WorkerPlan, devices: tuple[str, ...], nodes: Sequence[str]) -> bool:
         share = self._shares[plan.worker_id] = MachineShare(devices=devices)
         aside: dict[tuple[str, str], Any] = {}
         try:
@@ -70,22 +95,12 @@ class RayShares:
                     finally:
                         if group not in aside.values():
                             await self._remove([group])
+                if self._shares.get(plan.worker_id) is not share:  # given back meanwhile
+                    return False
                 share.groups.append(aside.pop(wanted))
             return True
         finally:
             await self._remove(list(aside.values()))
-
-    async def give_back(self, worker_id: str) -> None:
-        share = self._shares.pop(worker_id, None)
-        if share is not None:
-            await self._remove(share.groups)
-
-    async def node_ids(self, worker_id: str) -> Sequence[str]:
-        from ray.util.placement_group import placement_group_table
-
-        [group] = self._shares[worker_id].groups
-        table = await self._machines.call(lambda: placement_group_table(group))
-        return [str(node_id) for _, node_id in sorted(table["bundles_to_node_id"].items())]
 
     async def _ready_on_several(self, group: Any) -> None:
         """Since a node of such a group was lost, Ray's head may for ever count as used what is free on the others (Ray

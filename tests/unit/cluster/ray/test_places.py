@@ -94,3 +94,27 @@ async def test_a_worker_serves_on_where_ray_cannot_reserve_what_it_has(
     await places.keep((PLAN, OTHER))
     assert ("keep", PLAN, TakenShare(devices=("3",), hosts=("n1",))) in driver.calls
     assert "worker decode-0: Ray could not reserve what it has (GPUs: 3)" in caplog.text
+
+
+async def test_nothing_is_reserved_for_a_worker_that_ended_while_ray_was_away() -> None:
+    """Its successor waited for what was reserved for it."""
+    driver: Any = Driver(keep=[True])
+    places = Places(driver, None, 60.0)
+    await places.retake(PLAN, living("n1"))
+    driver.is_up = False
+    await places.give_back(PLAN)
+    driver.is_up = True
+    await places.keep((PLAN,))
+    await places.release("decode-0")
+    assert driver.calls == [("leave", "n1"), ("give_back", "decode-0")]
+
+
+async def test_no_more_places_are_reserved_once_ray_is_lost() -> None:
+    driver: Any = Driver(keep=[Unavailable("Ray was lost"), True])
+    places = Places(driver, None, 60.0)
+    await places.retake(PLAN, living("n1"))
+    await places.retake(OTHER, living("n1"))
+    driver.is_up = False
+    with pytest.raises(Unavailable):
+        await places.keep((PLAN, OTHER))
+    assert len(driver.calls) == 1

@@ -36,13 +36,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     """Four of them."""
     has = Gpus(4)
 
-    async def group(self: RayShares, bundles: list[dict[str, float]], name: str) -> int:
+    async def group(self: RayShares, bundles: list[dict[str, float]], name: str, strategy: str = "") -> int:
         assert [bundle["GPU"] for bundle in bundles] == [1.0]
-        assert [bundle[name] for bundle in bundles for name in bundle.keys() & has.pinned] == [ray_shares.PINNED]
+        assert [bundle[name] for bundle in bundles for name in bundle.keys() & has.pinned] == [ray_shares.PINNED] * (
+            " rank " in name
+        )
         return has.take()
 
     async def ready_now(group: int) -> bool:
         return bool(has.taken[group])
+
+    async def ready(group: int) -> None:
+        assert has.taken[group]
 
     async def devices(group: int, bundles: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
         return (has.taken[group],)
@@ -52,6 +57,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
     monkeypatch.setattr(RayShares, "_group", group)
     monkeypatch.setattr(RayShares, "_remove", remove)
+    monkeypatch.setattr(ray_shares, "_ready", ready)
     monkeypatch.setattr(ray_shares, "_ready_now", ready_now)
     monkeypatch.setattr(ray_shares, "_devices", devices)
     return has
@@ -89,6 +95,36 @@ async def test_a_gpu_that_others_have_taken_is_said_to_be_missing(gpus: Gpus, sh
     gpus.free.remove("3")
     assert not await shares.take_devices(of(1), ("3",), ("n1",))
     assert gpus.free == ["0", "1", "2"]
+
+
+async def test_a_worker_that_ends_while_its_gpu_is_reserved_again_has_one_share(gpus: Gpus, shares: RayShares) -> None:
+    """It waited for the GPU that was reserved for it, for ever."""
+    gpus.free = ["3"]
+    for _ in range(2):
+        assert tuple(await asyncio.gather(shares.take_devices(of(1), ("3",), ("n1",)), shares.take(of(1)))) == (
+            True,
+            ("3",),
+        )
+    await shares.give_back("decode-1")
+    assert gpus.free == ["3"]
+    assert tuple(await asyncio.gather(shares.take(of(1)), shares.take_devices(of(1), ("3",), ("n1",)))) == (
+        ("3",),
+        True,
+    )
+    await shares.give_back("decode-1")
+    assert gpus.free == ["3"]
+
+
+async def test_a_gpu_that_is_given_back_while_it_is_reserved_is_free(
+    gpus: Gpus, shares: RayShares, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def devices(group: int, bundles: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
+        await shares.give_back("decode-1")
+        return (gpus.taken[group],)
+
+    monkeypatch.setattr(ray_shares, "_devices", devices)
+    assert not await shares.take_devices(of(1), ("3",), ("n1",))
+    assert gpus.free == ["0", "1", "2", "3"]
 
 
 async def test_nodes_are_let_report_where_a_worker_on_several_waits_long(
