@@ -58,7 +58,6 @@ Result = TypeVar("Result")
 
 RAY_TITLE = b"ray::"  # of processes that Ray's raylet started
 STOP_S = 40.0  # for the stop of all workers and of Ray
-LAST_WORDS_S = 0.5  # for streams of requests that have ended
 TICK_S = 1.0
 NUM_STARTS = 8  # of workers, whose median is the time that a start takes
 MAX_ENDED = 1024  # exit statuses that no link has read
@@ -189,7 +188,6 @@ class Pools:
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await asyncio.gather(*(self._control.drain(info.address) for info in infos))
-                await asyncio.sleep(LAST_WORDS_S)
 
     async def stop(self) -> None:
         """Ends the workers and Ray; if cancelled, it leaves that to `end`."""

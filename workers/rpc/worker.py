@@ -154,16 +154,16 @@ class Worker:
             self._ended.set_result(None)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Stops accepting calls, lets open streams finish for `grace_s`, ends the engine and frees everything.
-        Idempotent. If the worker has left, its ended streams get `LAST_WORDS_S` to send their last messages."""
+        """Stops accepting calls, lets open calls finish for `grace_s`, ends the engine and frees everything. Streams
+        end after the messages that are queued, which have at least `LAST_WORDS_S`. Idempotent."""
         server, loop = self._server, self._loop
         self._cancel_role_change()
         self._server = self._loop = None
-        has_left = self._leaving is not None and self._leaving.done()
         if self._leaving is not None:
             self._leaving.cancel()
-        if server is not None:
-            await server.stop(max(grace_s, LAST_WORDS_S) if has_left else grace_s)
+        if server is not None and self._servicer is not None:
+            self._servicer.end_streams()
+            await server.stop(max(grace_s, LAST_WORDS_S))
         if loop is not None:
             await loop.stop()
             await asyncio.to_thread(self._parts.close)
