@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config.cluster_config import RayConfig
-from cluster.process.channel import MessageChannel
+from cluster.process.channel import MessageChannel, Pong
 from cluster.ray.driver import ParentLog, RayDriver
 from cluster.ray.driver_messages import DRIVER_MESSAGES, BeginDriver, CancelCall, RayAnswer, RayCall, StopRay
 from cluster.ray.ray_session import Machines
@@ -91,5 +91,25 @@ async def test_calls_are_answered_with_values_or_errors_and_cancelled(
         parent.send(StopRay())
         assert await running == 0
     assert taken[0] == plan
+    await parent.close()
+    await driver.close()
+
+
+async def test_the_parent_hears_of_a_driver_before_ray_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A driver that hung while Ray was started was never found."""
+
+    async def start(self: Machines) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Machines, "start", start)
+    driver, parent = await ends()
+    begin = BeginDriver(config=RayConfig(), folder=str(tmp_path), lock="", orphan_s=1.0)
+    running = asyncio.create_task(RayDriver(begin, driver).run())
+    async with asyncio.timeout(60):
+        assert await parent.receive() == Pong()
+        parent.send(StopRay())
+        assert await running == 0
     await parent.close()
     await driver.close()
