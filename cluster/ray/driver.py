@@ -100,13 +100,17 @@ class RayDriver:
             match message:
                 case Ping():
                     self._channel.send(Pong())
-                case RayCall(number=number):
-                    self._answering[number] = asyncio.create_task(self._answer(message))
+                case RayCall():
+                    self._begin_answer(message)
                 case CancelCall(number=number) if number in self._answering:
                     self._answering[number].cancel()
                 case StopRay():
                     return True
         return False
+
+    def _begin_answer(self, call: RayCall) -> None:
+        self._answering[call.number] = task = asyncio.create_task(self._answer(call))
+        task.add_done_callback(lambda _: self._answering.pop(call.number))
 
     async def _answer(self, call: RayCall) -> None:
         value: Any = None
@@ -117,8 +121,6 @@ class RayDriver:
             error = failed
         except Exception as failed:  # Ray raises plain Exceptions
             error = Unavailable(f"Ray has failed: {type(failed).__name__}: {failed}")
-        finally:
-            del self._answering[call.number]
         sent = error_info(error) if error is not None else None
         self._channel.send(RayAnswer(number=call.number, value=value, error=sent))
 

@@ -47,6 +47,7 @@ PING_S = 2.0
 DOUBT_UNANSWERED = 2
 MAX_UNANSWERED = 15  # generous: no request waits for the driver, and importing Ray takes seconds
 MAX_SAID_LINES = 20
+ENDINGS = {"give_back", "leave", "close", "end"}  # calls, also `on_node`, that a driver carries out when it can
 BEING_STARTED = "Ray is being started"
 
 
@@ -132,7 +133,8 @@ class DriverProcess:
         try:
             answer = await answered
         except asyncio.CancelledError:
-            channel.send(CancelCall(number=number))
+            if ENDINGS.isdisjoint((method, *arguments[1:2])):
+                channel.send(CancelCall(number=number))
             raise
         finally:
             del self._calls[number]

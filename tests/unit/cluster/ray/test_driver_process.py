@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,16 @@ DEAF = f"""{BEGINNING}
         num_pings += isinstance(message, Ping)
         if num_pings > 20:
             channel.send(Pong())
+{END}"""
+
+# Answers with the messages that it has read.
+LISTENING = f"""{BEGINNING}
+    channel.send(RayUp())
+    read = []
+    while (message := await channel.receive()) is not None:
+        read.append(type(message).__name__)
+        if isinstance(message, RayCall) and message.method == "nodes":
+            channel.send(RayAnswer(number=message.number, value=[name for name in read if name != "Ping"]))
 {END}"""
 
 
@@ -130,6 +141,25 @@ async def test_the_places_of_a_lost_ray_are_not_reserved_in_the_next_one(
     parent.may_settle.set()
     await parent.until(lambda trouble: not trouble)
     assert (parent.num_up, parent.num_settled) == (2, 1)
+
+
+async def test_calls_that_end_something_are_not_cancelled(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that hung read both at once: the rank lived on."""
+    monkeypatch.setattr(driver_process, "PROGRAM", LISTENING)
+    parent.start()
+    await parent.driver.call("nodes", kind=tuple[str, ...])
+    calls: Sequence[tuple[Any, ...]] = (
+        ("on_node", "n1", "close", ("d0.1.0",)),
+        ("give_back", "decode-0"),
+        ("on_node", "n1", "news", ()),
+    )
+    for call in calls:
+        calling = asyncio.create_task(parent.driver.call(*call, kind=type(None)))
+        await asyncio.sleep(0)
+        calling.cancel()
+        await asyncio.gather(calling, return_exceptions=True)
+    read = await parent.driver.call("nodes", kind=tuple[str, ...])
+    assert read == ("RayCall",) * 4 + ("CancelCall", "RayCall")
 
 
 async def test_a_driver_that_stands_still_is_named_until_it_answers(
