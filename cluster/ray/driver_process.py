@@ -76,7 +76,8 @@ class DriverProcess:
         self._reason = ""  # that the driver has sent lately
         self._error: ErrorInfo | None = None
         self._stopping = False
-        self._ended = asyncio.Event()
+        self._ended = asyncio.Event()  # or has not begun
+        self._ended.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.changed = Changed()  # of `trouble`
 
@@ -144,6 +145,7 @@ class DriverProcess:
 
     async def run(self) -> None:
         """Runs until `stop` or `leave`. Raises the BatonError of a Ray that never started."""
+        self._ended.clear()
         try:
             await self._keep_running()
         finally:
@@ -195,6 +197,8 @@ class DriverProcess:
         channel = await MessageChannel.over(ours, DRIVER_MESSAGES)
         channel.send(self._begin)
         self._channel, self._num_unanswered, self._is_heard, self._reason = channel, 0, False, ""
+        if self._stopping:  # since before it was spawned
+            channel.send(StopRay())
         try:
             code = await live(process, self._follow(channel), self._watch_answers(channel))
         finally:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.config.cluster_config import RayConfig, SupervisionConfig
+from cluster.process.life import spawn
 from cluster.ray import driver_process
 from cluster.ray.driver_messages import BeginDriver
 from cluster.ray.driver_process import DriverProcess
@@ -19,7 +20,7 @@ from protos.errors import Unavailable
 BEGINNING = """
 import asyncio, os, signal, socket, sys
 from cluster.process.channel import MessageChannel, Ping, Pong
-from cluster.ray.driver_messages import DRIVER_MESSAGES, LogLine, RayAnswer, RayAway, RayCall, RayUp
+from cluster.ray.driver_messages import DRIVER_MESSAGES, LogLine, RayAnswer, RayAway, RayCall, RayUp, StopRay
 
 async def main():
     channel = await MessageChannel.over(socket.socket(fileno=int(sys.argv[1])), DRIVER_MESSAGES)
@@ -59,6 +60,11 @@ LISTENING = f"""{BEGINNING}
         read.append(type(message).__name__)
         if isinstance(message, RayCall) and message.method == "nodes":
             channel.send(RayAnswer(number=message.number, value=[name for name in read if name != "Ping"]))
+{END}"""
+
+STOPPABLE = f"""{BEGINNING}
+    while not isinstance(await channel.receive(), StopRay):
+        pass
 {END}"""
 
 
@@ -182,6 +188,29 @@ async def test_a_driver_that_never_answers_is_killed_and_the_next_one_is_started
     await parent.until(lambda trouble: "was killed" in trouble)
     await parent.until(lambda trouble: not trouble)
     assert "Ray's driver was killed: it had not answered for 0.25 s: Ray is started again" in caplog.messages
+
+
+async def test_one_that_has_not_begun_stops_at_once(parent: Parent) -> None:
+    async with asyncio.timeout(60):
+        await parent.driver.stop()
+        await parent.driver.leave()
+        await parent.driver.run()
+    assert parent.num_ended == 0
+
+
+async def test_a_driver_is_told_of_a_stop_while_it_was_spawned(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+    stops = []
+
+    async def spawn_and_stop(program: str, stderr: Path) -> object:
+        stops.append(asyncio.create_task(parent.driver.stop()))
+        return await spawn(program, stderr)
+
+    monkeypatch.setattr(driver_process, "PROGRAM", STOPPABLE)
+    monkeypatch.setattr(driver_process, "spawn", spawn_and_stop)
+    async with asyncio.timeout(60):
+        await parent.driver.run()
+        await stops[0]
+    assert parent.num_ended == 1
 
 
 async def test_a_driver_that_cannot_be_spawned_is_tried_again(
