@@ -74,13 +74,13 @@ class NodeActor:
         return await _returned(self._news(name))
 
     async def _news(self, name: str) -> Sequence[bytes]:
-        """Raises Unavailable where an earlier actor of this node had the link."""
-        if name not in self._links:
-            raise Unavailable("this actor has no link to the rank")
-        return [RANK_MESSAGES.encode(type(event).__name__, event) for event in await self._links[name].news()]
+        return [RANK_MESSAGES.encode(type(event).__name__, event) for event in await self._linked(name).news()]
 
-    async def stop(self, name: str) -> None:
-        await self._links[name].stop()
+    async def stop(self, name: str) -> ErrorInfo | None:
+        return await _returned(self._stop(name))
+
+    async def _stop(self, name: str) -> None:
+        await self._linked(name).stop()
 
     async def close(self, name: str) -> None:
         if (link := self._links.pop(name, None)) is not None:
@@ -90,6 +90,12 @@ class NodeActor:
         self._share()
         self._links[name] = link = await connect()
         return link.pid
+
+    def _linked(self, name: str) -> RankLink:
+        """Raises Unavailable where an earlier actor of this node had the link."""
+        if name not in self._links:
+            raise Unavailable("this actor has no link to the rank")
+        return self._links[name]
 
     def _share(self) -> int:
         """Raises Misconfigured if another user could write in the folder."""
@@ -110,13 +116,14 @@ class RayNodes:
 
     async def call(self, address: str, method: str, *arguments: Any) -> Any:
         """Calls the actor on the node. Raises the BatonError that it returns, or Unavailable without the node."""
-        from ray.exceptions import RayError
+        from ray.exceptions import RayError, RayTaskError
 
         actor = await self._actor(address)
         try:
             reply = await getattr(actor, method).remote(*arguments)
         except RayError as error:
-            if self._actors.get(address) is actor:
+            lives = isinstance(error, RayTaskError)  # its method failed
+            if not lives and self._actors.get(address) is actor:
                 del self._actors[address]
             raise Unavailable(f"Ray has lost the machine of its process: {_last_line(error)}") from error
         if isinstance(reply, ErrorInfo):

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.config.cluster_config import RayConfig
 from cluster.process.scratch_dir import Scratch
@@ -34,6 +36,40 @@ async def test_a_machine_that_ray_does_not_have_is_unavailable(
     monkeypatch.setattr(Machines, "call", call)
     with pytest.raises(Unavailable):
         await RayNodes(Machines(RayConfig(), tmp_path), "run", 0.01).call("n1", "news", "d0.1.0")
+
+
+@pytest.mark.parametrize(
+    ("error", "num_actors"), [(RayTaskError("stop", "KeyError", KeyError()), 1), (ActorDiedError(), 2)]
+)
+async def test_an_actor_is_replaced_only_if_it_has_ended(
+    error: Exception, num_actors: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The failure of a method ended the links of all ranks of its node."""
+    made: list[Any] = []
+
+    async def alive(self: RayNodes) -> list[tuple[str, str]]:
+        return [("1", "n1")]
+
+    async def stop(name: str) -> None:
+        raise error
+
+    def make(self: RayNodes, node_id: str) -> Any:
+        made.append(SimpleNamespace(stop=SimpleNamespace(remote=stop)))
+        return made[-1]
+
+    monkeypatch.setattr(RayNodes, "_alive", alive)
+    monkeypatch.setattr(RayNodes, "_make", make)
+    nodes = RayNodes(Machines(RayConfig(), tmp_path), "run", 0.01)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            await nodes.call("n1", "stop", "d0.1.0")
+    assert len(made) == num_actors
+
+
+async def test_a_rank_without_a_link_cannot_be_stopped() -> None:
+    answer = await NodeActor("run", 60.0).stop("d0.1.0")
+    assert isinstance(answer, ErrorInfo)
+    assert answer.code == "unavailable"
 
 
 ACTOR = """
