@@ -129,7 +129,14 @@ class RayShares:
     async def _group(self, bundles: list[dict[str, float]], name: str, strategy: str = "STRICT_PACK") -> Any:
         from ray.util.placement_group import placement_group
 
-        return await self._machines.call(lambda: placement_group(bundles, strategy=strategy, name=name))
+        making = asyncio.ensure_future(
+            self._machines.call(lambda: placement_group(bundles, strategy=strategy, name=name))
+        )
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:  # the thread makes it nevertheless
+            await self._remove([await making])
+            raise
 
     async def _remove(self, groups: Sequence[Any]) -> None:
         from ray.exceptions import RayError

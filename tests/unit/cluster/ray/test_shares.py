@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,6 +128,32 @@ async def test_a_gpu_that_is_given_back_while_it_is_reserved_is_free(
     monkeypatch.setattr(ray_shares, "_devices", devices)
     assert not await shares.take_devices(of(1), ("3",), ("n1",))
     assert gpus.free == ["0", "1", "2", "3"]
+
+
+async def test_a_group_that_ray_makes_for_a_cancelled_call_is_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    groups, begun, may_end, loop = [], asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+
+    def make(bundles: object, strategy: str, name: str) -> int:
+        loop.call_soon_threadsafe(begun.set)
+        assert may_end.wait(60)
+        groups.append(1)
+        return 1
+
+    fake = SimpleNamespace(placement_group=make, remove_placement_group=groups.remove)
+    monkeypatch.setitem(sys.modules, "ray.util.placement_group", fake)
+    machines = Machines(RayConfig(), tmp_path)
+    taking = asyncio.create_task(RayShares(machines).take(of(1)))
+    async with asyncio.timeout(60):
+        await begun.wait()
+        taking.cancel()
+        await asyncio.wait([taking], timeout=0.05)
+        may_end.set()
+        await asyncio.wait([taking])
+        await machines.call(lambda: None)
+    assert taking.cancelled()
+    assert not groups
 
 
 async def test_nodes_are_let_report_where_a_worker_on_several_waits_long(
