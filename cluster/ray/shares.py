@@ -68,7 +68,7 @@ class RayShares:
         group = await self._group(bundles, plan.worker_id, strategy="PACK" if plan.spans_nodes else "STRICT_PACK")
         share = self._shares[plan.worker_id] = MachineShare(groups=[group])
         try:
-            await (self._ready_on_several(group) if plan.spans_nodes else _ready(group))
+            await (_ready(group) if self._machines.is_private else self._ready_on_nodes(group))
             if plan.gpus_per_rank:
                 share.devices = await _devices(group, bundles)
         except BaseException:  # also if the caller was cancelled
@@ -102,9 +102,9 @@ class RayShares:
         finally:
             await self._remove(list(aside.values()))
 
-    async def _ready_on_several(self, group: Any) -> None:
-        """Since a node of such a group was lost, Ray's head may for ever count as used what is free on the others (Ray
-        2.60): a node that runs a task reports what it has."""
+    async def _ready_on_nodes(self, group: Any) -> None:
+        """After the loss of a node with a group Ray's head may for ever count as used what is free on the others, or on
+        the node's successor (Ray 2.60): a node that runs a task reports what it has."""
         waiting = asyncio.ensure_future(_ready(group))
         try:
             while not (await asyncio.wait({waiting}, timeout=REPORT_S))[0]:
