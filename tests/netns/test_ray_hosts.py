@@ -34,7 +34,7 @@ SECOND_PREFILL, SECOND_DECODE = 6, 7
 POOLS = {PREFILL: "prefill", DECODE: "decode", SECOND_PREFILL: "prefill", SECOND_DECODE: "decode"}
 MODEL = ("--model", str(DEMO), "--served-name", "demo")
 QUICK = ("--set", "supervision.health_period_s=1")
-NUM_TOKENS = 150
+NUM_TOKENS = 1000  # seconds also on a quiet machine: faults come while it is written
 START_S = 120.0
 GRACE_S = 120.0  # terminationGracePeriodSeconds
 
