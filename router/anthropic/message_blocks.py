@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from protos.errors import UnsupportedParameter
 from protos.hints import listed
 from router.anthropic.messages_body import (
-    AnthropicTool,
     AssistantTurn,
     ContentSource,
     DocumentBlock,
@@ -24,7 +22,7 @@ from router.anthropic.messages_body import (
     ToolUseBlock,
     UserTurn,
 )
-from router.conversation.parts import Ignored, missing, placed, text_part, wrong
+from router.conversation.parts import Ignored, listed_tools, missing, not_text, placed, text_part, wrong
 from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, check_callable, tooling_of
 from router.gateway import Gateway
 from router.http.body_validation import OpenBody, OtherPart
@@ -158,8 +156,7 @@ def _text(block: OpenBody, where: str, kinds: Sequence[str]) -> str:
             return "\n".join([*heads, _text(block.source, f"{where}.source", ("text", "content"))])
     assert isinstance(block, OtherPart)
     if block.type in _NO_TEXT:
-        problem = f"'{where}' has the type {block.type}: this model reads text only; leave it out, or give its text"
-        raise UnsupportedParameter(problem, param=where)
+        raise not_text(where, block.type)
     raise missing(f"{where}.type") if block.type is None else wrong(f"{where}.type", block.type, listed(kinds))
 
 
@@ -174,14 +171,7 @@ def _is_foreign(kind: Any) -> bool:
 
 def messages_tooling(body: PromptBody, gateway: Gateway, ignored: Ignored) -> Tooling:
     """Tools that Anthropic's servers run, or whose schema only its models know, are skipped. Raises InvalidRequest."""
-    tools = []
-    for where, tool in placed(body.tools or (), "tools"):
-        if isinstance(tool, AnthropicTool):
-            tools.append(tool)
-        elif isinstance(tool.type, str):
-            ignored.add(f"{where}: {tool.type}")
-        else:
-            raise wrong(f"{where}.type", tool.type, "a string")
+    tools = listed_tools(body.tools, ignored)
     functions = [tool.to_function() for tool in tools]
     choice = body.tool_choice
     kind = choice.type if choice is not None else "auto"

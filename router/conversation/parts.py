@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from protos.errors import InvalidRequest
+from protos.errors import InvalidRequest, UnsupportedParameter
 from router.http.body import shown
-from router.http.body_validation import OpenBody
+from router.http.body_validation import OpenBody, OtherPart
 
 IGNORED = "x-baton-ignored"
 MAX_IGNORED = 32  # names in the header
@@ -50,6 +50,25 @@ def placed(parts: Iterable[_Part], where: str) -> Iterator[tuple[str, _Part]]:
     """Each part with its place in the request."""
     for index, part in enumerate(parts):
         yield f"{where}[{index}]", part
+
+
+def listed_tools(tools: Sequence[_Part | OtherPart] | None, ignored: Ignored) -> list[_Part]:
+    """The tools of kinds that a body lists. Others are skipped and noted. Raises InvalidRequest for one without a
+    kind."""
+    listed: list[_Part] = []
+    for where, tool in placed(tools or (), "tools"):
+        if not isinstance(tool, OtherPart):
+            listed.append(tool)
+        elif isinstance(tool.type, str):
+            ignored.add(f"{where}: {tool.type}")
+        else:
+            raise wrong(f"{where}.type", tool.type, "a string")
+    return listed
+
+
+def not_text(where: str, kind: Any) -> UnsupportedParameter:
+    problem = f"'{where}' has the type {kind}: this model reads text only; leave it out, or give its text"
+    return UnsupportedParameter(problem, param=where)
 
 
 def missing(where: str) -> InvalidRequest:

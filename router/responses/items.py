@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from protos.errors import InvalidRequest, UnsupportedParameter
-from router.conversation.parts import Ignored, missing, placed, text_part, wrong
+from router.conversation.parts import Ignored, listed_tools, missing, not_text, placed, text_part, wrong
 from router.conversation.tooling import AnswerSchema, Tooling, ToolUse, check_callable, tooling_of
 from router.gateway import Gateway
 from router.http.body_validation import OtherPart, read_json
@@ -25,7 +25,6 @@ from router.responses.responses_body import (
     ReasoningItem,
     Refusal,
     ResponsesToolChoice,
-    ResponseTool,
     TextFormat,
     ToolByName,
     ToolsByName,
@@ -106,10 +105,7 @@ def _texts(content: Parts, where: str) -> list[str]:
             case InputText():
                 texts.append(part.text)
             case OtherPart(type="input_image" | "input_file" | "input_audio" | "input_video"):
-                problem = (
-                    f"'{place}' has the type {part.type}: this model reads text only; leave it out, or give its text"
-                )
-                raise UnsupportedParameter(f"{problem}; leave it out, or give its text", param=place)
+                raise not_text(place, part.type)
             case OtherPart():
                 raise wrong(f"{place}.type", part.type, "input_text or output_text")
     return texts
@@ -117,14 +113,7 @@ def _texts(content: Parts, where: str) -> list[str]:
 
 def responses_tooling(body: InputBody, gateway: Gateway, ignored: Ignored) -> Tooling:
     """Tools that are no functions are skipped. Raises InvalidRequest."""
-    tools = []
-    for where, tool in placed(body.tools or (), "tools"):
-        if isinstance(tool, ResponseTool):
-            tools.append(tool)
-        elif isinstance(tool.type, str):
-            ignored.add(f"{where}: {tool.type}")
-        else:
-            raise wrong(f"{where}.type", tool.type, "a string")
+    tools = listed_tools(body.tools, ignored)
     functions = [tool.to_function() for tool in tools]
     choice, allowed, is_named = _choice(body.tool_choice, ignored)
     callable_ones = functions if allowed != [] else []  # []: what may be called are tools that are skipped
