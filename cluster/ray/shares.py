@@ -68,7 +68,7 @@ class RayShares:
         group = await self._group(bundles, plan.worker_id, strategy="PACK" if plan.spans_nodes else "STRICT_PACK")
         share = self._shares[plan.worker_id] = MachineShare(groups=[group])
         try:
-            await (_ready(group) if self._machines.is_private else self._ready_on_nodes(group))
+            await (_ready(group) if self._machines.is_private else self._ready_on_nodes(group, bundles[0]))
             if plan.gpus_per_rank:
                 share.devices = await _devices(group, bundles)
         except BaseException:  # also if the caller was cancelled
@@ -102,23 +102,25 @@ class RayShares:
         finally:
             await self._remove(list(aside.values()))
 
-    async def _ready_on_nodes(self, group: Any) -> None:
+    async def _ready_on_nodes(self, group: Any, bundle: Mapping[str, float]) -> None:
         """After the loss of a node with a group Ray's head may for ever count as used what is free on the others, or on
         the node's successor (Ray 2.60): a node that runs a task reports what it has."""
         waiting = asyncio.ensure_future(_ready(group))
         try:
             while not (await asyncio.wait({waiting}, timeout=REPORT_S))[0]:
-                await self._let_nodes_report()
+                await self._let_nodes_report(bundle)
             await waiting
         finally:
             waiting.cancel()
 
-    async def _let_nodes_report(self) -> None:
+    async def _let_nodes_report(self, bundle: Mapping[str, float]) -> None:
+        """Asks the nodes that could hold the bundle: the others stay idle, so that an autoscaler can end them."""
         import ray
 
         def on_each_node() -> list[Any]:
             task, nodes = ray.remote(_visible_devices), ray.nodes()  # type: ignore[no-untyped-call]
-            names = [f"node:{node['NodeManagerAddress']}" for node in nodes if node["Alive"]]
+            could = [n for n in nodes if all(n["Resources"].get(name, 0) >= size for name, size in bundle.items())]
+            names = [f"node:{node['NodeManagerAddress']}" for node in could if node["Alive"]]
             return [task.options(num_cpus=0, resources={name: PINNED}).remote() for name in names]
 
         running = [asyncio.ensure_future(_done(one)) for one in await self._machines.call(on_each_node)]

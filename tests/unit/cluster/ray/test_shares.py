@@ -166,7 +166,7 @@ async def test_nodes_are_let_report_where_a_worker_waits_long(monkeypatch: pytes
     async def ready(group: int) -> None:
         await reported.wait()
 
-    async def let_report(self: RayShares) -> None:
+    async def let_report(self: RayShares, bundle: Mapping[str, float]) -> None:
         reported.set()
 
     monkeypatch.setattr(RayShares, "_group", group)
