@@ -20,6 +20,8 @@ import venv
 from pathlib import Path
 from zipfile import ZipFile
 
+from protos.release import commit
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"cluster", "router", "workers", "prefill_pool", "decode_pool", "kvtransfer", "protos", "demo"}
 START_S, STOP_S = 300, 60
@@ -31,9 +33,6 @@ class NotProven(Exception):
 
 def build(folder: Path) -> Path:
     """Builds the wheel, with the commit in it. Raises CalledProcessError."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout
     with tempfile.TemporaryDirectory() as scratch:  # what git tracks, or would
         command = ["git", "ls-files", "-coz", "--exclude-standard"]
         listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
@@ -42,7 +41,7 @@ def build(folder: Path) -> Path:
                 copy = Path(scratch) / name
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, copy)
-        (Path(scratch) / "protos" / "commit.txt").write_text(commit)
+        (Path(scratch) / "protos" / "commit.txt").write_text(commit())
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", scratch]
         subprocess.run([*command, "--wheel-dir", str(folder)], check=True, cwd=scratch)
     return max(folder.glob("baton_serve-*.whl"), key=lambda path: path.stat().st_mtime)

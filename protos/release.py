@@ -8,8 +8,8 @@ from pathlib import Path
 
 VERSION = "0.1.0"
 WIRE = 1
-"""The version of gRPC between gateways and workers, of KV layouts and of announcements in Redis. Processes with
-different ones refuse each other."""
+"""The version of gRPC between gateways and workers, of KV layouts and of announcements in Redis. A gateway refuses a
+worker that has another one."""
 
 
 @cache
