@@ -38,7 +38,7 @@ from protos.errors import BatonError
 from protos.hints import counted
 
 DEFAULTS: Table = {"workload": {"requests": 64, "input_len": 256, "output_len": 64}}
-"""Where no trace is given."""
+"""These are taken where no trace is given."""
 DEFAULT_CONCURRENCY = 8
 REQUEST_TIMEOUT_S = 600.0
 PROBE_TOKENS = 16

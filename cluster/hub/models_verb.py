@@ -32,21 +32,21 @@ def models(
     for name in names or ():
         typer.echo(f"{name}: removed, {byte_count(remove_model(name))}")
     if verb is ModelsVerb.LIST:
-        found = cached_models()
-        rows: list[dict[str, Any]] = [asdict(one) | {"name": str(one.name)} for one in found]
-        show(rows, lambda: _table(found), as_json=as_json)
+        cached = cached_models()
+        rows: list[dict[str, Any]] = [asdict(one) | {"name": str(one.name)} for one in cached]
+        show(rows, lambda: _table(cached), as_json=as_json)
 
 
-def _table(found: list[ListedModel]) -> RenderableType:
+def _table(cached: list[ListedModel]) -> RenderableType:
     sheet = Sheet(
         "cached models", "model", "commit", "size", "family", "encoding", "memory of\na worker", "served",
         left=("model", "commit", "family", "encoding", "served"), prose=("served",), spare=("commit", "encoding"),
     )  # fmt: skip
-    for one in found:
+    for one in cached:
         model = f"{one.name.repository}{one.name.file and f':{one.name.file}'}"
         needed = byte_count(one.needed_bytes) if one.needed_bytes else ""
         served = one.problem or ("as an adapter" if not needed else "yes")
         commit = one.name.revision[:12]
         sheet.add_row(model, commit, byte_count(one.num_bytes), one.family, one.encoding, needed, served)
     free = f"{byte_count(free_ram_bytes())} of memory are free; a worker's KV cache comes on top"
-    return Group(sheet, free) if found else "no model is cached: baton up NAME downloads one"
+    return Group(sheet, free) if cached else "no model is cached: baton up NAME downloads one"

@@ -89,5 +89,5 @@ def _is_named(model: str, wanted: str) -> bool:
 
 def _encoding(model: str) -> str:
     """Q4_K_M of tiny-Q4_K_M.gguf; the file's name if it shows none."""
-    found = _ENCODING.search(PurePosixPath(model).stem)
-    return found[1] if found else PurePosixPath(model).name
+    shown = _ENCODING.search(PurePosixPath(model).stem)
+    return shown[1] if shown else PurePosixPath(model).name
