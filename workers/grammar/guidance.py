@@ -417,14 +417,20 @@ _starting = threading.Lock()  # the setting is the process's; no work is submitt
 
 
 class DeepThreads(ThreadPoolExecutor):
-    """So many, started with the first things to do. Compiled code that runs out of a usual stack ends its whole
-    process."""
+    """`num` threads. Compiled code that runs out of a usual stack ends its whole process."""
 
     def __init__(self, name: str, num: int = 1, begin: Callable[[], None] | None = None) -> None:
-        """`begin` is called on each thread before anything else."""
+        """Starts them at once, so that they inherit the priority of this thread and not of one that submits work.
+        `begin` is called on each thread before anything else."""
         super().__init__(max_workers=num, thread_name_prefix=name, initializer=begin)
         self._name, self._num, self._begin = name, num, begin
         self._next: DeepThreads | None = None
+        started = threading.Event()  # a thread that is still busy takes no second task, so each task starts a thread
+        try:
+            for _ in range(num):
+                self.submit(started.wait)
+        finally:
+            started.set()
 
     def successor(self) -> DeepThreads:
         """Starts as many new threads, which take over the queue and later submissions. Work under way is finished; its
@@ -434,8 +440,6 @@ class DeepThreads(ThreadPoolExecutor):
             self._next = other
             while True:
                 other._work_queue.put(self._work_queue.get_nowait())
-        for _ in range(self._num):
-            other.submit(int)  # a thread begins with what is submitted, not with what waits
         return other
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:

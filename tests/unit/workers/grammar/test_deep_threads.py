@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from functools import partial
 
+from workers.cores import leave_cores
 from workers.grammar.guidance import DeepThreads
 
 
@@ -26,3 +29,15 @@ def test_what_is_given_to_stuck_threads_is_done_by_their_successors() -> None:
         assert [task.result(60.0) for task in (waits, *tasks)] == ["1", "2", "3", "4"]
     finally:
         end.set()
+
+
+def test_threads_for_fast_requests_do_not_inherit_a_low_priority() -> None:
+    """A compiled grammar asks for its mask from the thread that compiled it, and that thread is nice."""
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    compiling = DeepThreads("compiling", 1, partial(leave_cores, 5))
+    quick, other = DeepThreads("quick", 2, leave_cores), DeepThreads("other", 1, partial(leave_cores, 5))
+    submitted = compiling.submit(lambda: [threads.submit(niceness) for threads in (quick, other)])
+    assert [each.result(60.0) for each in submitted.result(60.0)] == [niceness(), min(19, niceness() + 5)]
