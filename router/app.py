@@ -24,22 +24,22 @@ from starlette.types import Receive, Scope, Send
 
 from protos.errors import BatonError, InvalidRequest, NotFound
 from router.admin.admin_face import ADMIN_FACE
+from router.admin.dashboard.dashboard_page import page
 from router.admin.status_routes import degraded, not_ready
-from router.anthropic.anthropic_api import ANTHROPIC_FACE
+from router.batches.message_batch_routes import MESSAGE_BATCHES_FACE
 from router.batches.openai_routes import BATCHES_FACE
-from router.conversation.parts import IGNORED
-from router.dashboard.dashboard_page import page
-from router.endpoint import Endpoint, Face
+from router.faces.anthropic.anthropic_api import ANTHROPIC_FACE
+from router.faces.conversation.parts import IGNORED
+from router.faces.endpoint import Endpoint, Face
+from router.faces.ollama.ollama_api import OLLAMA_FACE
+from router.faces.openai.openai_api import OPENAI_FACE
+from router.faces.openapi import describe
+from router.faces.responses.responses import RESPONSES_FACE
 from router.gateway import Gateway
 from router.http.api import OPENAI, api_of
 from router.http.error_responses import error_response, json_response
 from router.http.middleware import BUDGET, REQUEST_ID, Gate, RequestId
 from router.http.sse import EventStream
-from router.message_batches.message_batch_routes import MESSAGE_BATCHES_FACE
-from router.ollama.ollama_api import OLLAMA_FACE
-from router.openai.openai_api import OPENAI_FACE
-from router.openapi import describe
-from router.responses.responses import RESPONSES_FACE
 
 MAX_HEAD_BYTES = 64 * 1024
 _WHERE_TO_LOOK = "APIs begin at /v1 and /api, /openapi.json lists them, / is a page for people"

@@ -24,9 +24,9 @@ from router.http.middleware import random_names
 from router.http.pace import Pace
 from router.http.sse import SseWriter
 from router.jobs import FleetView, Generate
-from router.ledger.request_ledger import RequestLedger
 from router.model_texts import ModelTexts, RevisionTexts, open_texts
 from router.observe.history import History
+from router.observe.ledger.request_ledger import RequestLedger
 from router.observe.request_observer import EndedRequest, ObservedRequest, RequestObserver
 from router.request_metrics import RequestMetrics, Track
 from router.router_config import HttpConfig, RouterConfig

@@ -13,14 +13,14 @@ from protos.errors import BatonError, IncompatibleWorkers, InvalidRequest, Misco
 from protos.model_files.opening import open_model
 from protos.values import WorkerInfo
 from router.fleet.fleet_revisions import FleetRevisions
-from router.grammar.checker import GrammarChecks
 from router.router_config import RouterConfig, TextConfig, listed_in
 from router.text.chat_template import ChatTemplate, Message
+from router.text.grammar.checker import GrammarChecks
 from router.text.model_card import ModelCard
 from router.text.reasoning import Reasoning
 from router.text.sampling_request import check_length
 from router.text.tokenizer import Tokenizer
-from router.tools.formats import ToolFormat, format_of, tag_tokens
+from router.text.tools.formats import ToolFormat, format_of, tag_tokens
 
 log = logging.getLogger("baton.router")
 

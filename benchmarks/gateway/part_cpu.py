@@ -34,9 +34,9 @@ from opentelemetry.sdk._shared_internal import BatchProcessor
 from benchmarks.gateway.router import StreamClient, gateway, worker_process
 from benchmarks.output import write_figures
 from cluster.cli.main import main as baton
-from router.ledger.ledger_store import LedgerStore
-from router.ledger.request_ledger import RequestLedger
 from router.observe.exporter import TraceExporter
+from router.observe.ledger.ledger_store import LedgerStore
+from router.observe.ledger.request_ledger import RequestLedger
 
 PROGRAM = "from benchmarks.gateway.part_cpu import gateway_main; gateway_main()"
 FILE, PART = "BATON_PART_CPU", "BATON_PART"

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from router.database.database import Database
-from router.ledger.ledger_report import spent_by_tenant, sums
-from router.ledger.ledger_store import columns_of
-from router.ledger.ledger_tables import INSERT_ROW, ledger_database
-from router.ledger.rows import LedgerRow
+from router.observe.ledger.ledger_report import spent_by_tenant, sums
+from router.observe.ledger.ledger_store import columns_of
+from router.observe.ledger.ledger_tables import INSERT_ROW, ledger_database
+from router.observe.ledger.rows import LedgerRow
 
 DAY_S, DAYS = 86_400, 30
 START_S = 20_758 * DAY_S  # 2026-11-01

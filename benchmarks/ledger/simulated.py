@@ -25,11 +25,11 @@ from cluster.simulate.run.simulation_config import SimulationConfig, hardware_sp
 from cluster.simulate.world.simulated_load import GeneratedLoad, generated
 from protos.event_loop import loop_time
 from router.jobs import Job, TokenDelta
-from router.ledger.ledger_report import sums
-from router.ledger.ledger_store import LedgerStore
-from router.ledger.ledger_tables import ledger_database
-from router.ledger.prices import PriceList
-from router.ledger.request_ledger import LOOK_S, RequestLedger
+from router.observe.ledger.ledger_report import sums
+from router.observe.ledger.ledger_store import LedgerStore
+from router.observe.ledger.ledger_tables import ledger_database
+from router.observe.ledger.prices import PriceList
+from router.observe.ledger.request_ledger import LOOK_S, RequestLedger
 from router.observe.request_observer import EndedRequest, ObservedRequest
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import Usage, UsageCounter

@@ -17,7 +17,7 @@ from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json
 from cluster.cli.terminal_tables import Sheet
 from protos.errors import Misconfigured
 from protos.hints import usd_figure
-from router.ledger.ledger_report import GROUPS
+from router.observe.ledger.ledger_report import GROUPS
 
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 Row = Mapping[str, Any]

@@ -23,15 +23,15 @@ from router.auth.auth import AccessControl
 from router.auth.registry import open_limits
 from router.auth.tenants import Roster
 from router.batches.open_batches import storage_for
+from router.faces.grpc.grpc_face import GrpcFace
 from router.fleet.channels import Channels
 from router.fleet_owner import CapacityOwner
-from router.grpc.grpc_face import GrpcFace
 from router.http.pace import Pace
 from router.http.protocol import HttpProtocol
-from router.ledger.prices import NO_PRICES
 from router.log_throttle import RareLog
 from router.models.models_app import beside_each_other, create_models_app, front_of
 from router.models.models_metrics import ModelsCollector
+from router.observe.ledger.prices import NO_PRICES
 from router.prefix.registry import MEMORY
 from router.router_config import RouterConfig
 

@@ -25,12 +25,12 @@ from router.fleet.sleep import SleepWatch
 from router.fleet_owner import CapacityOwner, NoFleetOwner
 from router.gateway import Gateway, open_gateway
 from router.http.pace import Pace
-from router.ledger.journal import RowJournal
-from router.ledger.ledger_store import LedgerStore
-from router.ledger.ledger_tables import ledger_database
-from router.ledger.prices import PriceList, read_prices
-from router.ledger.request_ledger import RequestLedger
 from router.observe.history_sampler import HistorySampler
+from router.observe.ledger.journal import RowJournal
+from router.observe.ledger.ledger_store import LedgerStore
+from router.observe.ledger.ledger_tables import ledger_database
+from router.observe.ledger.prices import PriceList, read_prices
+from router.observe.ledger.request_ledger import RequestLedger
 from router.observe.reporter import CapacityReporter
 from router.observe.request_observer import RequestObserver
 from router.observe.samples import RequestSamples

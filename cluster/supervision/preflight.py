@@ -12,7 +12,7 @@ from cluster.config.cluster_config import ClusterConfig
 from protos.errors import Misconfigured
 from protos.values import ITEM_BYTES, KVLayout, WorkerRole
 from router.auth.tenants import read_roster
-from router.ledger.prices import NO_PRICES, read_prices
+from router.observe.ledger.prices import NO_PRICES, read_prices
 from workers.adapters.adapter_files import check_folder
 from workers.adapters.names import parse_adapters
 from workers.free_memory import RANK_BYTES, free_ram_bytes

@@ -10,8 +10,8 @@ from router.admin.capacity_routes import CapacityBody
 from router.admin.door import SECOND
 from router.admin.history_routes import history
 from router.admin.status_routes import status
-from router.endpoint import Endpoint, Face, query_parameter
-from router.ledger.organization import COST_GROUPS, MAX_COST_DAYS, USAGE_GROUPS, VECTOR_GROUPS
+from router.faces.endpoint import Endpoint, Face, query_parameter
+from router.observe.ledger.organization import COST_GROUPS, MAX_COST_DAYS, USAGE_GROUPS, VECTOR_GROUPS
 
 _SINCE = (query_parameter("since", SECOND),)
 _row = partial(Endpoint, key="admin")

@@ -14,11 +14,11 @@ from starlette.responses import Response
 from protos.errors import NotFound
 from router.admin.door import SECOND, seconds_of
 from router.database.database import Database
-from router.endpoint import Schema, query_parameter
+from router.faces.endpoint import Schema, query_parameter
 from router.gateway import Gateway
 from router.http.error_responses import json_response
-from router.ledger.ledger_report import GROUPS, costs
-from router.ledger.organization import (
+from router.observe.ledger.ledger_report import GROUPS, costs
+from router.observe.ledger.organization import (
     COST_GROUPS,
     MAX_COST_DAYS,
     USAGE_GROUPS,
@@ -30,7 +30,7 @@ from router.ledger.organization import (
     usage_page,
     vector_usage_page,
 )
-from router.ledger.request_ledger import RequestLedger
+from router.observe.ledger.request_ledger import RequestLedger
 
 DEFAULT_SINCE_S = 86_400
 _LEAST_MAX_BUCKETS = min(largest for _, _, largest in WIDTHS.values())

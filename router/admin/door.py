@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 
 from protos.errors import InvalidRequest
-from router.endpoint import Schema
-from router.ledger.organization import LATEST_S
+from router.faces.endpoint import Schema
+from router.observe.ledger.organization import LATEST_S
 
 SECOND: Schema = {"type": "integer", "minimum": 0, "maximum": LATEST_S}
 

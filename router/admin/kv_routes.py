@@ -13,7 +13,7 @@ from starlette.responses import Response
 from protos.errors import InvalidRequest, NotFound
 from router.admin.status_routes import held
 from router.dispatch.lane_probe import PROBE_TIMEOUT_S, probe_lane
-from router.endpoint import query_parameter
+from router.faces.endpoint import query_parameter
 from router.fleet.fleet import Fleet
 from router.gateway import Gateway
 from router.http.error_responses import json_response

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from protos.errors import InvalidRequest, UnknownRequest
 from protos.event_loop import loop_time
-from router.endpoint import query_parameter
+from router.faces.endpoint import query_parameter
 from router.gateway import Gateway
 from router.http.error_responses import json_response
 from router.traces.cache_misses import EvictionLog, explain

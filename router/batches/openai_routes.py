@@ -15,7 +15,7 @@ from router.batches.file_routes import (
     retrieve_file,
     upload_file,
 )
-from router.endpoint import Endpoint, Face, Schema, query_parameter
+from router.faces.endpoint import Endpoint, Face, Schema, query_parameter
 
 _ID = {"type": "string", "minLength": 1}
 

@@ -97,7 +97,7 @@ def shown_unit(unit: CostUnit) -> tuple[str, float]:
 
 def cost_figure(cost: float) -> str:
     """Formats a cost for display. It has three significant digits, and all digits before the point; below 0.0005 it is
-    0. The page formats costs the same way (router/dashboard/script.js)."""
+    0. The page formats costs the same way (router/admin/dashboard/script.js)."""
     if abs(cost) < 0.0005:
         return "0"
     return f"{cost:,.0f}" if abs(cost) >= 999.5 else f"{cost:.3g}"

@@ -20,7 +20,7 @@ from typing import Protocol
 import orjson
 
 from protos.codec import Value
-from router.grammar.structure import literal
+from router.text.grammar.structure import literal
 from router.text.stop_strings import overlap
 from router.text.vocabulary import Vocabulary
 

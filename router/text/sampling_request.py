@@ -22,7 +22,7 @@ from router.text.reasoning import AnswerReasoning
 
 if TYPE_CHECKING:
     from router.text.model_card import ModelCard
-    from router.tools.calls import CallReader
+    from router.text.tools.calls import CallReader
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for completions; a chat may fill its context
 MAX_CHOICES = 2048  # as many inputs as OpenAI's embeddings take

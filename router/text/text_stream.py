@@ -26,7 +26,7 @@ from router.text.stop_strings import StopStrings
 from router.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from router.tools.calls import Part
+    from router.text.tools.calls import Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

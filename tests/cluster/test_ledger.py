@@ -23,8 +23,8 @@ from cluster.gateway.gateway_server import GatewayServer
 from protos.errors import Misconfigured
 from protos.tls import FaceTls, PeerTls
 from router.auth.tenants import hash_of
-from router.ledger.ledger_store import LedgerStore
-from router.ledger.ledger_tables import ledger_database
+from router.observe.ledger.ledger_store import LedgerStore
+from router.observe.ledger.ledger_tables import ledger_database
 from router.router_config import LedgerConfig, RouterConfig
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from tests.contract.test_ledger_store import ROW

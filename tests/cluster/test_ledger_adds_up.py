@@ -21,9 +21,9 @@ import pytest
 from cluster.cli.serve import DEMO
 from cluster.gateway.gateway_server import GatewayServer
 from protos.tls import FaceTls, PeerTls
-from router.ledger.ledger_report import costs, sums
-from router.ledger.ledger_tables import ledger_database
-from router.ledger.prices import PriceList
+from router.observe.ledger.ledger_report import costs, sums
+from router.observe.ledger.ledger_tables import ledger_database
+from router.observe.ledger.prices import PriceList
 from router.router_config import LedgerConfig, RouterConfig
 from tests.cluster.toy_worker import BLOCK, VOCAB, WEIGHT, parts_of
 from tests.unit.workers.toy import ToyRunner

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from router.ledger import ledger_store as store_module
-from router.ledger.journal import RowJournal
-from router.ledger.ledger_store import LedgerStore
-from router.ledger.ledger_tables import ledger_database
-from router.ledger.rows import OpenRequest
+from router.observe.ledger import ledger_store as store_module
+from router.observe.ledger.journal import RowJournal
+from router.observe.ledger.ledger_store import LedgerStore
+from router.observe.ledger.ledger_tables import ledger_database
+from router.observe.ledger.rows import OpenRequest
 from tests.contract.postgres_server import PostgresServer
 from tests.contract.test_ledger_store import ROW, Where, rows, summed
 

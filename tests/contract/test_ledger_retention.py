@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from protos.errors import InvalidRequest, Misconfigured
-from router.ledger import ledger_store as store_module
-from router.ledger import retention
-from router.ledger.ledger_report import CostReport, UsageSum, costs, spent_by_tenant, sums
-from router.ledger.ledger_store import LedgerStore
-from router.ledger.ledger_tables import GROUPS, ledger_database
-from router.ledger.organization import PageQuery, costs_page
-from router.ledger.prices import PriceList
-from router.ledger.rows import FleetMinute, LedgerRow, WorkerCount
+from router.observe.ledger import ledger_store as store_module
+from router.observe.ledger import retention
+from router.observe.ledger.ledger_report import CostReport, UsageSum, costs, spent_by_tenant, sums
+from router.observe.ledger.ledger_store import LedgerStore
+from router.observe.ledger.ledger_tables import GROUPS, ledger_database
+from router.observe.ledger.organization import PageQuery, costs_page
+from router.observe.ledger.prices import PriceList
+from router.observe.ledger.rows import FleetMinute, LedgerRow, WorkerCount
 from router.router_config import LedgerConfig
 
 Where = Path | str

@@ -16,12 +16,12 @@ import pytest
 
 from protos.errors import InvalidRequest, Misconfigured, Unavailable
 from router.database.database import Transaction
-from router.ledger import ledger_store as store_module
-from router.ledger.ledger_report import CostReport, UsageSum, costs, spent_by_tenant, sums
-from router.ledger.ledger_store import LOST_S, LedgerStore
-from router.ledger.ledger_tables import ledger_database
-from router.ledger.prices import Price, PriceList
-from router.ledger.rows import FleetMinute, LedgerRow, OpenRequest, WorkerCount
+from router.observe.ledger import ledger_store as store_module
+from router.observe.ledger.ledger_report import CostReport, UsageSum, costs, spent_by_tenant, sums
+from router.observe.ledger.ledger_store import LOST_S, LedgerStore
+from router.observe.ledger.ledger_tables import ledger_database
+from router.observe.ledger.prices import Price, PriceList
+from router.observe.ledger.rows import FleetMinute, LedgerRow, OpenRequest, WorkerCount
 
 DAY = 86_400
 ROW = LedgerRow(

@@ -17,8 +17,8 @@ from protos.errors import InvalidRequest, Misconfigured, Unavailable
 from router.batches.open_batches import storage_for
 from router.database.postgres import PostgresDatabase, shown
 from router.files.file_tables import prepare
-from router.ledger.ledger_report import sums
-from router.ledger.ledger_tables import ledger_database
+from router.observe.ledger.ledger_report import sums
+from router.observe.ledger.ledger_tables import ledger_database
 from router.router_config import LedgerConfig, RouterConfig
 from tests.contract.postgres_server import PostgresServer
 from tests.contract.test_batch_store import FILE

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from protos.values import GenerateRequest, SamplingParams
-from router.grammar.structure import json_grammar, regex_grammar
+from router.text.grammar.structure import json_grammar, regex_grammar
 from tests.numerics import constrained
 from tests.numerics.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.numerics.engines import GREEDY, answer, colocated, oracle_answers

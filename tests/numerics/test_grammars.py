@@ -18,11 +18,11 @@ from llguidance import LLParserLimits
 from protos.errors import InvalidRequest
 from protos.model_files.folder import FolderFiles
 from protos.values import FinishReason, GenerateRequest, SamplingParams
-from router.grammar.structure import choice_grammar, json_grammar, regex_grammar
+from router.text.grammar.structure import choice_grammar, json_grammar, regex_grammar
 from router.text.tokenizer import Tokenizer
-from router.tools.calls import CallDelta, Function
-from router.tools.formats import ToolFormat, reader_of
-from router.tools.grammar import calls_grammar
+from router.text.tools.calls import CallDelta, Function
+from router.text.tools.formats import ToolFormat, reader_of
+from router.text.tools.grammar import calls_grammar
 from tests.numerics.conftest import Checkpoint
 from tests.numerics.constrained import EOS, PERSON, PROMPTS, VOCAB_SIZE, masked_oracle, under, write_tokenizer
 from tests.numerics.engines import Answer, answer, colocated, oracle_answers

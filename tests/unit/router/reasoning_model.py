@@ -17,7 +17,7 @@ from router.streaming.token_sink import SinkTable
 from router.text.chat_template import ChatTemplate
 from router.text.reasoning import Reasoning
 from router.text.tokenizer import Tokenizer
-from router.tools.formats import format_of, tag_tokens
+from router.text.tools.formats import format_of, tag_tokens
 from tests.unit.router.scripted import byte_level, ids_of, tokenizer_end
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")

@@ -12,11 +12,11 @@ import pytest
 from kvtransfer.hashing import salted
 from protos.values import Adapter
 from router.jobs import Job
-from router.ledger.ledger_report import sums
-from router.ledger.ledger_store import LedgerStore
-from router.ledger.ledger_tables import ledger_database
-from router.ledger.prices import Price, PriceList
-from router.ledger.request_ledger import RequestLedger
+from router.observe.ledger.ledger_report import sums
+from router.observe.ledger.ledger_store import LedgerStore
+from router.observe.ledger.ledger_tables import ledger_database
+from router.observe.ledger.prices import Price, PriceList
+from router.observe.ledger.request_ledger import RequestLedger
 from tests.unit.router.scripted import Crew, Scripted, make_gateway, saying, serving
 
 SQL = Adapter(adapter_id="ab" * 16, name="sql", path="/adapters/sql", rank=8, num_bytes=4096)

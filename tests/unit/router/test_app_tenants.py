@@ -17,7 +17,7 @@ from protos import inference_pb2_grpc as pb_grpc
 from protos.errors import Misconfigured
 from router.auth.auth import LOOK_S, AccessControl
 from router.auth.tenants import hash_of, new_key
-from router.grpc.grpc_face import GrpcFace
+from router.faces.grpc.grpc_face import GrpcFace
 from router.request_metrics import RequestMetrics
 from tests.unit.router.scripted import Script, Scripted, make_gateway, saying, serving
 

@@ -15,11 +15,11 @@ import openai
 import pytest
 
 from router.database.database import Database
-from router.ledger.ledger_store import LedgerStore
-from router.ledger.ledger_tables import ledger_database
-from router.ledger.prices import PriceList
-from router.ledger.request_ledger import RequestLedger
 from router.log_throttle import PERIOD_S
+from router.observe.ledger.ledger_store import LedgerStore
+from router.observe.ledger.ledger_tables import ledger_database
+from router.observe.ledger.prices import PriceList
+from router.observe.ledger.request_ledger import RequestLedger
 from tests.unit.router.batches.batching import batching, line
 from tests.unit.router.scripted import Crew, Scripted, make_gateway, saying, serving
 

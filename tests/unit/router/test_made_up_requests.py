@@ -19,10 +19,10 @@ from schemathesis.generation.modes import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from router.http.body import MAX_TTFT_MS
-from router.ledger.ledger_store import LedgerStore
-from router.ledger.ledger_tables import ledger_database
-from router.ledger.prices import PriceList
-from router.ledger.request_ledger import RequestLedger
+from router.observe.ledger.ledger_store import LedgerStore
+from router.observe.ledger.ledger_tables import ledger_database
+from router.observe.ledger.prices import PriceList
+from router.observe.ledger.request_ledger import RequestLedger
 from tests.conftest import FUZZ
 from tests.unit.router.batches.batching import Batching
 from tests.unit.router.fake_cluster import Cluster

@@ -20,11 +20,11 @@ from router.files.contents import FolderContents
 from router.files.records import StoredBatch
 from router.gateway import Gateway
 from router.jobs import Job
-from router.ledger.ledger_report import sums
-from router.ledger.ledger_store import LedgerStore
-from router.ledger.ledger_tables import ledger_database
-from router.ledger.prices import Price, PriceList
-from router.ledger.request_ledger import RequestLedger
+from router.observe.ledger.ledger_report import sums
+from router.observe.ledger.ledger_store import LedgerStore
+from router.observe.ledger.ledger_tables import ledger_database
+from router.observe.ledger.prices import Price, PriceList
+from router.observe.ledger.request_ledger import RequestLedger
 from tests.unit.router.batches.batching import CHAT, Batching, batching, ended, jsonl, line, results, upload
 from tests.unit.router.scripted import Crew, saying
 from tests.unit.router.sdk_types import read_as

@@ -17,7 +17,7 @@ from protos.model_files.folder import FolderFiles
 from protos.model_files.gguf.gguf_files import GGUFFiles
 from router.text.bounded_template import BoundedTemplate
 from router.text.chat_template import ChatTemplate
-from router.tools.formats import ToolFormat, format_of
+from router.text.tools.formats import ToolFormat, format_of
 from tests.gguf_writer import write_gguf
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -1,0 +1,189 @@
+"""POST /api/chat and /api/generate: lines of JSON while the answer comes, the last with its counts and times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.event_loop import loop_time
+from protos.values import FinishReason
+from router.faces.conversation.parts import Ignored
+from router.faces.conversation.rendering import Events, TurnRenderer, send
+from router.faces.conversation.thinking import Thinking, knows_effort, thinking_options
+from router.faces.conversation.tooling import Tooling, call_input
+from router.faces.conversation.turn import ConversationTurn
+from router.faces.ollama.conversations import conversation_of, ollama_tooling, prompt_of
+from router.faces.ollama.model_lists import gateway_of
+from router.faces.ollama.ollama_bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
+from router.gateway import Gateway
+from router.http.body import read_body, with_bound
+from router.http.error_responses import json_response
+from router.http.framing import json_line
+from router.http.middleware import tenant_of, track_of
+from router.http.sse import EventStream
+from router.request_metrics import Track
+from router.text.sampling_request import TextRequest, make_text_request
+from router.text.text_stream import TextDelta, Usage
+from router.text.tools.calls import CallDelta
+
+Line = dict[str, Any]
+MakeFields = Callable[[str, list[Line], str], Line]
+"""The fields of an answer's line for a text, calls and reasoning."""
+
+
+async def chat(gateway: Gateway, request: Request) -> Response | EventStream:
+    track = track_of(request)
+    body = await read_body(request, OllamaChatBody, gateway.widest)
+    gateway = gateway_of(gateway, body.model, track)
+    turn = _turn(gateway, request, body, conversation_of(body), "messages")
+    if not body.messages:
+        return _loaded(gateway, request, turn, _message)
+    ask = await turn.request(gateway, request, gateway.new_id("ollama"), cut=True)
+    return await _answer(gateway, request, track, body, ask, turn.tooling, _message)
+
+
+async def generate(gateway: Gateway, request: Request) -> Response | EventStream:
+    track = track_of(request)
+    body = await read_body(request, OllamaGenerateBody, gateway.widest)
+    gateway = gateway_of(gateway, body.model, track)
+    turn = _turn(gateway, request, body, prompt_of(body), "prompt")
+    if not body.prompt:
+        return _loaded(gateway, request, turn, _response)
+    prompt = None
+    if body.raw:  # read as /v1/completions reads it
+        [prompt] = await gateway.texts.encode([body.prompt])
+    ask = await turn.request(gateway, request, gateway.new_id("ollama"), prompt=prompt, cut=True)
+    return await _answer(gateway, request, track, body, ask, turn.tooling, _response)
+
+
+def _turn(gateway: Gateway, request: Request, body: OllamaBody, messages: list[Line], prompt: str) -> ConversationTurn:
+    sampling = with_bound(body.sampling(prompt), request)
+    return ConversationTurn(
+        messages=messages,
+        sampling=sampling,
+        tooling=ollama_tooling(body, gateway),
+        options=thinking_options(gateway, _thinking(gateway, body)),
+        shows_reasoning=body.think is not False,
+    )
+
+
+def _thinking(gateway: Gateway, body: OllamaBody) -> Thinking:
+    """A model that does not reason is not asked to."""
+    if not knows_effort(gateway) or body.think is None:
+        return Thinking()
+    return Thinking(is_on=body.think) if isinstance(body.think, bool) else Thinking(effort=body.think)
+
+
+def _loaded(gateway: Gateway, request: Request, turn: ConversationTurn, fields: MakeFields) -> Response:
+    """The answer to a client that only wants the model loaded, which it is: nothing runs. Raises InvalidRequest for
+    parameters that an answer could not have."""
+    sampling = replace(turn.sampling, max_tokens=None)
+    make_text_request(sampling, [(0,)], gateway.card, request_id="", tenant=tenant_of(request))
+    return json_response(_head(gateway) | fields("", [], "") | {"done_reason": "load", "done": True})
+
+
+async def _answer(
+    gateway: Gateway,
+    request: Request,
+    track: Track,
+    body: OllamaBody,
+    ask: TextRequest,
+    tooling: Tooling,
+    fields: MakeFields,
+) -> Response | EventStream:
+    ignored = Ignored()
+    ignored.add_unlisted(body.options, "options.")
+    ignored.add_unlisted(body)
+    if body.think and gateway.texts.reasoning is None:
+        ignored.add("think")
+    renderer = _OllamaRenderer(gateway, ask, tooling, track, fields)
+    return await send(renderer, request, track, stream=body.stream is not False, ignored=ignored)
+
+
+class _OllamaRenderer(TurnRenderer):
+    """Writes one answer as lines: a text, calls and reasoning each. A call is sent when it is complete."""
+
+    def __init__(self, gateway: Gateway, ask: TextRequest, tooling: Tooling, track: Track, fields: MakeFields) -> None:
+        super().__init__(gateway, ask, tooling)
+        self._fields = fields
+        self._head = _head(gateway)
+        self._call: tuple[str, list[str]] | None = None
+        self._track = track
+        self._begun_s = loop_time()
+
+    def frame(self, one: tuple[str, list[Line], str]) -> bytes:
+        return json_line(self._head | self._fields(*one) | {"done": False})
+
+    def placed(self, index: int, text: str) -> tuple[str, list[Line], str]:
+        return text, [], ""
+
+    def thought(self, index: int, text: str) -> tuple[str, list[Line], str]:
+        return "", [], text
+
+    def text(self, text: str) -> Events:
+        return [*self._completed(), self.placed(0, text)]
+
+    def reasoning(self, text: str) -> Events:
+        return [*self._completed(), self.thought(0, text)]
+
+    def call(self, delta: CallDelta) -> Events:
+        completed = self._completed() if delta.name else []
+        self._call = self._call or (delta.name, [])
+        self._call[1].append(delta.arguments)
+        return completed
+
+    def stop(self, reason: FinishReason) -> Events:
+        return self._completed()
+
+    def _completed(self) -> Events:
+        if self._call is None:
+            return []
+        (name, written), self._call = self._call, None
+        return [("", [{"function": {"name": name, "arguments": call_input("".join(written))}}], "")]
+
+    def end(self, usage: Usage) -> bytes:
+        return json_line(self._head | self._fields("", [], "") | self._ending(usage))
+
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> Line:
+        lines = self.read(choices[0], lambda: usage)
+        text, thoughts = "".join(line[0] for line in lines), "".join(line[2] for line in lines)
+        calls = [call for line in lines for call in line[1]]
+        return self._head | self._fields(text, calls, thoughts) | self._ending(usage)
+
+    def _ending(self, usage: Usage) -> Line:
+        """Durations in nanoseconds. `prompt_eval_duration` includes the wait for a worker."""
+        end_s = loop_time()
+        first_s = self._track.times(0).first_s or end_s
+        return {
+            "done": True,
+            "done_reason": "length" if self.last.finish_reason is FinishReason.LENGTH else "stop",
+            "total_duration": _nanoseconds(end_s - self._begun_s),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(first_s - self._begun_s),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": _nanoseconds(end_s - first_s),
+        }
+
+
+def _head(gateway: Gateway) -> Line:
+    now = datetime.fromtimestamp(gateway.wall_clock(), UTC)
+    return {"model": gateway.card.name, "created_at": now.isoformat().replace("+00:00", "Z")}
+
+
+def _message(text: str, calls: list[Line], reasoning: str) -> Line:
+    message: Line = {"role": "assistant", "content": text} | ({"thinking": reasoning} if reasoning else {})
+    return {"message": message | {"tool_calls": calls} if calls else message}
+
+
+def _response(text: str, calls: list[Line], reasoning: str) -> Line:
+    return {"response": text} | ({"thinking": reasoning} if reasoning else {})
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)

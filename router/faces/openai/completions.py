@@ -1,0 +1,199 @@
+"""POST /v1/completions: prompts as text or token ids, one or many, with echo."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, repeat
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.values import Logprobs
+from router.faces.conversation.rendering import Renderer, send
+from router.faces.conversation.speculating import speculation_params
+from router.faces.openai.logprob_shapes import CompletionLogprobs, prompt_logprobs
+from router.faces.openai.openai_bodies import CompletionBody
+from router.faces.openai.reply import DONE, progress_body, reply_head, usage_body
+from router.gateway import Gateway
+from router.http.body import read_body, with_bound
+from router.http.framing import event
+from router.http.middleware import name_of, tenant_of, track_of
+from router.http.sse import EventStream
+from router.text.detokenizer import Detokenizer
+from router.text.sampling_request import TextRequest, make_text_request
+from router.text.text_stream import TextDelta, Usage
+from router.text.tokenizer import Tokenizer
+
+
+async def completions(gateway: Gateway, request: Request) -> Response | EventStream:
+    track = track_of(request)
+    body = await read_body(request, CompletionBody, gateway.widest)
+    gateway = gateway.serving(body.model, track)
+    sampling = with_bound(body.asked(), request)
+    if body.speculation is not None or body.prediction is not None:
+        speculation = await speculation_params(gateway, body.speculation, body.prediction)
+        sampling = replace(sampling, speculation=speculation)
+    if body.structured_outputs is not None:
+        grammar = body.structured_outputs.to_grammar(compact=gateway.texts.config.disable_any_whitespace)
+        await gateway.texts.grammars.check(grammar, param="structured_outputs")
+        sampling = replace(sampling, grammar=grammar)
+    special = {"add_special_tokens": body.add_special_tokens, "split_special_tokens": body.split_special_tokens}
+    prompts = await prompts_of(gateway, body.prompt, **special)
+    ask = make_text_request(
+        sampling,
+        [prompt.ids for prompt in prompts],
+        gateway.card,
+        request_id=gateway.new_id("cmpl"),
+        group_id=name_of(request),
+        tenant=tenant_of(request),
+    )
+    renderer = _CompletionRenderer(gateway, body, ask, prompts)
+    return await send(renderer, request, track, stream=bool(body.stream))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionPrompt:
+    """`text`: the client's own words, which an echo repeats; None where it sent token ids."""
+
+    ids: tuple[int, ...]
+    text: str | None = None
+
+    def echo(self, tokenizer: Tokenizer) -> str:
+        return tokenizer.decode(self.ids) if self.text is None else self.text
+
+
+async def prompts_of(
+    gateway: Gateway,
+    prompt: str | Sequence[str | int | list[int]],
+    *,
+    add_special_tokens: bool | None = None,
+    split_special_tokens: bool | None = None,
+) -> list[CompletionPrompt]:
+    """Prompts in any of the four forms. Raises ContextLengthExceeded."""
+    given = [prompt] if isinstance(prompt, str) else prompt
+    if given and all(isinstance(one, int) for one in given):
+        return [CompletionPrompt(ids=tuple(one for one in given if isinstance(one, int)))]
+    texts = [one for one in given if isinstance(one, str)]
+    encoded = await gateway.texts.encode(
+        texts, add_special_tokens=add_special_tokens, split_special_tokens=split_special_tokens
+    )
+    prompts = [CompletionPrompt(ids=ids, text=text) for ids, text in zip(encoded, texts, strict=True)]
+    return prompts or [CompletionPrompt(ids=tuple(one)) for one in given if isinstance(one, list)]
+
+
+class _CompletionRenderer(Renderer):
+    """Writes the texts of one request's prompts, the finish with the last one; then the usage of all, if requested."""
+
+    def __init__(
+        self, gateway: Gateway, body: CompletionBody, ask: TextRequest, prompts: Sequence[CompletionPrompt]
+    ) -> None:
+        self._num_returned = body.n or 1  # for each choice of a prompt
+        is_more = body.logprobs is not None or body.return_token_ids or body.continuous_usage
+        super().__init__(gateway, ask, is_plain=not is_more and ask.n == self._num_returned)
+        self._body = body
+        self._prompts = prompts
+        self._opened: set[int] = set()
+        self._waiting: dict[int, list[Logprobs]] = {}
+
+    @cached_property
+    def _head(self) -> dict[str, Any]:
+        head = reply_head(self.gateway, self.ask.request_id, "text_completion")
+        return head | {"usage": None} if self._body.include_usage else head
+
+    def frame(self, one: dict[str, Any]) -> bytes:
+        return event(self._head | one)
+
+    def placed(self, index: int, text: str) -> dict[str, Any]:
+        return {"choices": [self._choice(TextDelta(index=index, text=text), opening=False)]}
+
+    def end(self, usage: Usage) -> bytes:
+        return (self.frame({"choices": [], "usage": usage_body(usage)}) if self._body.include_usage else b"") + DONE
+
+    def whole(self, choices: Sequence[TextDelta], usage: Usage) -> dict[str, Any]:
+        if self.ask.n > self._num_returned:
+            choices = _best(choices, self.ask.n, self._num_returned)
+        reply = reply_head(self.gateway, self.ask.request_id, "text_completion")
+        return reply | {"choices": [self._choice(one, opening=True) for one in choices], "usage": usage_body(usage)}
+
+    def read(self, piece: TextDelta, usage: Callable[[], Usage]) -> list[dict[str, Any]]:
+        if self._body.continuous_usage:
+            self._head["usage"] = usage_body(usage())
+        chunks = [progress_body(self.ask, piece)] if piece.num_prompt_computed else []
+        if (choice := self._streamed(piece)) is not None:
+            chunks.append({"choices": [choice]})
+        return chunks
+
+    def _streamed(self, piece: TextDelta) -> dict[str, Any] | None:
+        """A choice's next chunk, if it has content. The first chunk waits for the prompt's logprobs, which are complete
+        with the first token."""
+        opening = piece.index not in self._opened
+        if opening:
+            waiting = self._waiting.setdefault(piece.index, [])
+            waiting.extend(piece.prompt_logprobs)
+            if not piece.num_tokens and piece.finish_reason is None:
+                return None
+            self._opened.add(piece.index)
+            piece = replace(piece, prompt_logprobs=tuple(self._waiting.pop(piece.index)))
+        speaks = piece.text or piece.finish_reason is not None or (opening and self._body.echo)
+        if speaks or (piece.token_ids and (piece.logprobs or self._body.return_token_ids)):
+            return self._choice(piece, opening=opening)
+        return None
+
+    def _choice(self, piece: TextDelta, *, opening: bool) -> dict[str, Any]:
+        """`opening`: the piece is the choice's first, where an echo and the prompt's ids have their place."""
+        prompt, tokenizer = self._prompts[piece.index // self._num_returned], self.gateway.texts.tokenizer
+        echoing = opening and bool(self._body.echo)
+        choice = {
+            "index": piece.index,
+            "text": (prompt.echo(tokenizer) if echoing else "") + piece.text,
+            "logprobs": self._logprobs(piece, prompt, echoing=echoing),
+            "finish_reason": piece.finish_reason,
+        }
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(piece.prompt_logprobs, tokenizer)
+        if self._body.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+            if opening:
+                choice["prompt_token_ids"] = prompt.ids
+        return choice
+
+    def _logprobs(self, piece: TextDelta, prompt: CompletionPrompt, *, echoing: bool) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        tokenizer = self.gateway.texts.tokenizer
+        columns = CompletionLogprobs(tokenizer, self._body.logprobs)
+        if echoing:
+            # Special tokens that the tokenizer put round a text have no width in it.
+            written = Detokenizer(tokenizer.vocabulary, skip_special_tokens=prompt.text is not None, at_start=True)
+            for token_id, entry in zip(prompt.ids, chain([None], _or_none(piece.prompt_logprobs)), strict=False):
+                columns.add(token_id, entry, written.num_chars)
+                written.feed(token_id)
+        shift = len(prompt.echo(tokenizer)) if self._body.echo else 0
+        for token_id, entry, offset in zip(piece.token_ids, _or_none(piece.logprobs), piece.text_offsets, strict=False):
+            columns.add(token_id, entry, shift + offset)
+        return columns.body()
+
+
+def _best(choices: Sequence[TextDelta], num_made: int, num_returned: int) -> list[TextDelta]:
+    """The choices of each prompt with the highest mean logprob, best first, numbered again."""
+    texts: list[TextDelta] = []
+    for start in range(0, len(choices), num_made):
+        ranked = sorted(choices[start : start + num_made], key=_likelihood, reverse=True)
+        texts += ranked[:num_returned]
+    return [replace(one, index=index) for index, one in enumerate(texts)]
+
+
+def _likelihood(whole: TextDelta) -> float:
+    """A choice without logprobs ranks last."""
+    if not whole.logprobs:
+        return -math.inf
+    return sum(one.chosen.logprob for one in whole.logprobs) / len(whole.logprobs)
+
+
+def _or_none(entries: Sequence[Logprobs]) -> Iterator[Logprobs | None]:
+    """The entries that a worker sent, then None: missing ones are null."""
+    return chain(entries, repeat(None))

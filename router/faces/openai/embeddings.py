@@ -1,0 +1,125 @@
+"""POST /v1/embeddings: vectors of prompts, by the last hidden state of a model or the mean of its hidden states."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.errors import InvalidRequest
+from router.faces.openai.completions import prompts_of
+from router.gateway import Gateway
+from router.http.body import read_body, with_bound
+from router.http.body_validation import Body, FirstWrong, ranged
+from router.http.error_responses import json_response
+from router.http.middleware import name_of, tenant_of, track_of
+from router.http.sse import while_connected
+from router.request_metrics import Track
+from router.text.sampling_request import MAX_CHOICES, SamplingRequest, make_text_request
+from router.text.text_stream import Usage, collect
+
+MAX_DIMENSIONS = 65_536
+
+Ids = Annotated[list[int], FirstWrong()]
+Vector = NDArray[np.float32]
+
+
+class EmbeddingBody(Body):
+    """The last block is Baton's own."""
+
+    id_lists: ClassVar[tuple[str, ...]] = ("input",)
+
+    model: str = Field(description="the name of a served model")
+    input: str | Annotated[list[str], FirstWrong()] | Ids | Annotated[list[Ids], FirstWrong()] = Field(
+        description="a string, a list of strings, a list of token ids or a list of lists of token ids"
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(default=None, description="float or base64")
+    dimensions: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_DIMENSIONS,
+        description="an integer of at least 1, at most the size of the model's vectors",
+    )
+    user: str | None = Field(default=None, description="a string")
+
+    pooling: Literal["last", "mean"] | None = Field(default=None, description="last or mean")
+    priority: int | None = ranged("priority", "an integer")
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
+    max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
+
+    def asked(self, pooling: str) -> SamplingRequest:
+        """`pooling`: the server's default."""
+        names = ("priority", "cache_salt", "max_ttft_ms")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        own = self.pooling or pooling
+        return SamplingRequest(**given, silent=True, pooling=own, names={"prompt": "input"})
+
+
+async def embeddings(gateway: Gateway, request: Request) -> Response:
+    track = track_of(request)
+    body = await read_body(request, EmbeddingBody, gateway.widest)
+    gateway = gateway.serving(body.model, track)
+    sampling = with_bound(body.asked(gateway.texts.config.pooling), request)
+    work = vectors_of(gateway, request, track, body.input, sampling, dimensions=body.dimensions)
+    vectors, usage = await while_connected(request.scope, request.receive, work)
+    return json_response(
+        {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+                for index, vector in enumerate(vectors)
+            ],
+            "model": gateway.card.name,
+            "usage": {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens},
+        }
+    )
+
+
+async def vectors_of(
+    gateway: Gateway,
+    request: Request,
+    track: Track,
+    given: str | Sequence[str | int | list[int]],
+    sampling: SamplingRequest,
+    *,
+    dimensions: int | None,
+) -> tuple[list[Vector], Usage]:
+    """The vectors of prompts, of length 1, cut to `dimensions`. Raises InvalidRequest."""
+    if not given and not isinstance(given, str):
+        raise InvalidRequest(f"'input' is an empty list: give 1 to {MAX_CHOICES} prompts", param="input")
+    if size := gateway.card.vector_size:
+        _check_dimensions(dimensions, size)
+    prompts = await prompts_of(gateway, given)
+    ask = make_text_request(
+        sampling,
+        [prompt.ids for prompt in prompts],
+        gateway.card,
+        request_id=gateway.new_id("embd"),
+        group_id=name_of(request),
+        tenant=tenant_of(request),
+    )
+    found, usage = await collect(gateway.answer(ask, track), ask)
+    return [_vector(one.embedding, dimensions) for one in found], usage
+
+
+def _vector(embedding: bytes, dimensions: int | None) -> Vector:
+    vector = np.frombuffer(embedding, dtype=np.float32)
+    _check_dimensions(dimensions, len(vector))
+    vector = vector[:dimensions]
+    return (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
+
+
+def _check_dimensions(dimensions: int | None, size: int) -> None:
+    """Raises InvalidRequest."""
+    if dimensions is not None and dimensions > size:
+        raise InvalidRequest(f"'dimensions' is {dimensions}: the model's vectors have {size}", param="dimensions")
+
+
+def _encoded(vector: Vector, encoding: str | None) -> Any:
+    return base64.b64encode(vector.tobytes()).decode() if encoding == "base64" else vector.tolist()
