@@ -1,5 +1,7 @@
-"""Values that are made for every token, and messages between our own processes: msgpack of a closed list of types,
-never pickle (docs/adr/0026).
+"""Values that are made for every token, and messages between our own processes: msgpack of a closed list of types.
+
+Pickle is never read: a restricted unpickler lets every class of an imported module through, operator.attrgetter among
+them, which leads to exec.
 
     1 byte: length of the name | the message's name | msgpack of its body, which is of the type listed under that name
 
@@ -23,7 +25,7 @@ MAX_NAME_BYTES = 255
 
 
 class Value(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """A frozen, slotted value that is compared and hashed by its fields (docs/adr/0025). Making one takes a tenth of a
+    """A frozen, slotted value that is compared and hashed by its fields. Making one takes a tenth of a
     microsecond, a frozen dataclass one or two, and Python's garbage collector never scans it: a value holds no
     reference that could lead back to it. `dataclasses.replace`, `asdict` and `fields`, orjson and type checkers treat
     it as a dataclass.

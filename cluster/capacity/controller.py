@@ -3,7 +3,7 @@
 order ─▶ check ─▶ actuator.begin: do the machines hold it? ─▶ record the change ─▶ reached, failed or replaced
                         └── no: the error, and nothing has changed
 
-The owner lives in the process of `baton serve` or `baton pools` (ADR 34), and in the simulator.
+The owner lives in the process of `baton serve` or `baton pools` (ADR 67), and in the simulator.
 """
 
 from __future__ import annotations
