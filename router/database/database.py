@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
-from protos.errors import InvalidRequest
+from protos.errors import InvalidRequest, Misconfigured
+from protos.release import VERSION
 
 BUSY_S = 10.0
 """Another process may hold the database for so long."""
@@ -43,7 +44,23 @@ class Transaction(Protocol):
 
 
 Prepare = Callable[[Transaction], None]
-"""Makes the tables that are missing. Of several processes one does at a time."""
+"""Makes the tables that are missing. Of several processes one does at a time. Raises Misconfigured for tables of a
+later Baton."""
+
+
+def check_schema(transaction: Transaction, store: str, schema: int) -> None:
+    """Records that this Baton's tables of a store have the number `schema`, and raises Misconfigured if a later one's
+    had a higher number. A change that an earlier version would misread or undo raises the number."""
+    table = f"{store}_schema"
+    transaction.run(f"CREATE TABLE IF NOT EXISTS {table} (number BIGINT PRIMARY KEY)")
+    highest = max((row["number"] for row in transaction.run(f"SELECT number FROM {table}")), default=0)
+    if highest > schema:
+        raise Misconfigured(
+            f"a later Baton has opened it: its tables of the {store} have the schema {highest}, and Baton {VERSION} "
+            f"has {schema}: start the later version, or restore a backup (docs/upgrading.md)"
+        )
+    if highest < schema:
+        transaction.run(f"INSERT INTO {table} (number) VALUES (?)", schema)
 
 
 class Database(Protocol):

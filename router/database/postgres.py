@@ -81,9 +81,9 @@ class PostgresDatabase:
                 if not schemas:
                     transaction.run(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")
                 prepare(transaction)
-        except Misconfigured:
+        except Misconfigured as error:
             self.close()
-            raise
+            raise Misconfigured(f"{SETTING}: {shown(url)}: {error}", param=SETTING) from error
         except (Unavailable, RejectedValue) as error:
             self.close()
             raise Misconfigured(
@@ -96,10 +96,7 @@ class PostgresDatabase:
         """Raises Misconfigured."""
         [server] = transaction.run("SELECT CAST(current_setting('server_version_num') AS BIGINT) / 10000 AS version")
         if server["version"] < LEAST_VERSION:
-            raise Misconfigured(
-                f"{SETTING}: {shown(self._url)} is PostgreSQL {server['version']}: give {LEAST_VERSION} or later",
-                param=SETTING,
-            )
+            raise Misconfigured(f"PostgreSQL {server['version']}: give {LEAST_VERSION} or later")
 
     def reading(self) -> AbstractContextManager[Transaction]:
         return self._transaction(is_writing=False)

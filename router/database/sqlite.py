@@ -78,8 +78,8 @@ class SqliteDatabase:
                 prepare(transaction)
         except (sqlite3.Error, BatonError) as error:
             self.close()
-            cause = error.__cause__ or error
-            raise Misconfigured(f"{setting}: {path}: {cause}: {refused}", param=setting) from error
+            reason = str(error) if isinstance(error, Misconfigured) else f"{error.__cause__ or error}: {refused}"
+            raise Misconfigured(f"{setting}: {path}: {reason}", param=setting) from error
 
     def _log_ahead(self) -> None:
         """SQLite itself does not wait where another process writes in a file that has no such log yet."""

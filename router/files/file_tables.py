@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from router.database.database import Transaction
+from router.database.database import Transaction, check_schema
+
+SCHEMA = 1
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS files (
@@ -38,7 +40,8 @@ CREATE INDEX IF NOT EXISTS batches_by_state ON batches (status, lease_until_s);
 
 
 def prepare(transaction: Transaction) -> None:
-    """Makes the tables that are missing."""
+    """Makes the tables that are missing. Raises Misconfigured for those of a later Baton."""
+    check_schema(transaction, "batches", SCHEMA)
     blob = "BLOB" if transaction.dialect == "sqlite" else "BYTEA"
     for statement in _TABLES.format(blob=blob).split(";"):
         if statement.strip():

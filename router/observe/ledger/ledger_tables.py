@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from router.database.database import Database, Transaction
+from router.database.database import Database, Transaction, check_schema
 from router.database.postgres import PostgresDatabase
 from router.database.sqlite import SqliteDatabase
 from router.observe.ledger.rows import LedgerRow
 
+SCHEMA = 1
 GROUPS = ("tenant", "key_id", "model", "endpoint", "outcome", "batch")
 SUMMED = (
     "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "prefill_device_s", "decode_device_s",
@@ -51,7 +52,8 @@ def ledger_database(where: Path | str) -> Database:
 
 
 def prepare(transaction: Transaction) -> None:
-    """Also migrates a database of an earlier version."""
+    """Also migrates a database of an earlier version. Raises Misconfigured for one of a later version."""
+    check_schema(transaction, "ledger", SCHEMA)
     for table, columns in _tables(transaction).items():
         transaction.run(f"CREATE TABLE IF NOT EXISTS {table} ({columns}){_rowid(transaction)}")
     for table in ("requests", "open_requests"):
