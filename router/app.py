@@ -1,5 +1,8 @@
 """The HTTP face: its endpoints, and the one place where an error becomes a response.
 
+    /v1/chat/completions {"model": "b"} ─▶ the first model's application ─▶ Gateway.serving("b")
+    /models/b/...                       ─▶ b's application: its page, /admin, /metrics, and every API
+
 Routes are Starlette's, of a FastAPI application that serves /openapi.json: FastAPI's own would cost a short request as
 much as all that is done for it, and add nothing, for bodies and answers are read and written here.
 """
@@ -8,21 +11,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protos.errors import BatonError, InvalidRequest, NotFound
+from protos.errors import BatonError, InvalidRequest, Misconfigured, NotFound, UnknownModel
+from protos.hints import listed
 from router.admin.admin_face import ADMIN_FACE
 from router.admin.dashboard.dashboard_page import page
 from router.admin.status_routes import degraded, not_ready
@@ -42,6 +48,7 @@ from router.http.middleware import BUDGET, REQUEST_ID, Gate, RequestId
 from router.http.sse import EventStream
 
 MAX_HEAD_BYTES = 64 * 1024
+PREFIX = "/models/"
 _WHERE_TO_LOOK = "APIs begin at /v1 and /api, /openapi.json lists them, / is a page for people"
 
 
@@ -123,6 +130,54 @@ def create_app(gateway: Gateway) -> FastAPI:
 
     app.openapi = document  # type: ignore[method-assign]  # FastAPI's own way of changing it
     return app
+
+
+def create_models_app(gateways: Sequence[Gateway], registry: CollectorRegistry | None = None) -> ASGIApp:
+    """The first model answers requests that name none. `registry` has the metrics of all. Raises Misconfigured if two
+    have one name."""
+    if len(gateways) == 1:
+        return create_app(gateways[0])
+    names = [gateway.card.name for gateway in gateways]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise Misconfigured(f"two models are called {twice!r}: give each a name of its own", param="model")
+    apps = {gateway.card.name: create_app(gateway) for gateway in beside_each_other(gateways)}
+    return ModelsApp(create_app(front_of(gateways, registry)), apps)
+
+
+def beside_each_other(gateways: Sequence[Gateway]) -> list[Gateway]:
+    return [own.among(gateways) for own in gateways]
+
+
+def front_of(gateways: Sequence[Gateway], registry: CollectorRegistry | None = None) -> Gateway:
+    return replace(gateways[0], models=tuple(gateways), scraped=registry) if len(gateways) > 1 else gateways[0]
+
+
+class ModelsApp:
+    """Picks the application by the path: `/models/NAME/` and what is below is the model's own."""
+
+    def __init__(self, front: ASGIApp, apps: Mapping[str, ASGIApp]) -> None:
+        self._front = front
+        self._names = tuple(apps)
+        longest_first = sorted(apps, key=len, reverse=True)  # a name may have a "/" in it
+        self._apps = [(f"{PREFIX}{name}", apps[name]) for name in longest_first]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope.get("path", "")
+        if path.startswith(PREFIX):
+            for root, app in self._apps:
+                rest = path.removeprefix(root)
+                if not rest and path == root:
+                    await RedirectResponse(f"{root}/")(scope, receive, send)  # the page's addresses are relative
+                    return
+                if rest != path and rest.startswith("/"):
+                    await app(dict(scope, path=rest, raw_path=rest.encode()), receive, send)
+                    return
+            name = path.removeprefix(PREFIX).partition("/")[0][:100]
+            served = listed([f"'{model}'" for model in self._names])
+            missing = UnknownModel(f"The model '{name}' does not exist: this server serves {served}", param="model")
+            await error_response(missing, api_of(scope))(scope, receive, send)
+            return
+        await self._front(scope, receive, send)
 
 
 def _layers(gateway: Gateway) -> list[Middleware]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import platform
 from collections.abc import Iterable, Sequence
+from contextvars import ContextVar
 from types import TracebackType
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -23,6 +25,15 @@ GAP_SECONDS = (*TOKEN_SECONDS, 2.5, 5.0, 10.0)
 _LONG_SECONDS = (*SECONDS, 120.0, 300.0, 600.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _LABELS = ("endpoint", "model")
+
+
+class Arrival(NamedTuple):
+    at_s: float  # by the event loop's clock
+    traceparent: str  # the client's header, "" without one
+
+
+arrival: ContextVar[Arrival | None] = ContextVar("arrival", default=None)
+"""When the head of the request arrived that this task answers. HTTP and gRPC set it."""
 
 
 class RequestMetrics:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import TypeVar
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -74,6 +75,27 @@ class Scraped(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._read()
+
+
+class ModelsCollector(Collector):
+    """/metrics of several models as one page; series without a label `model` get one. `registries`: by the model's
+    name, without what the models share."""
+
+    def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for model, registry in self._registries.items():
+            for metric in registry.collect():
+                whole = merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    whole.samples.append(sample._replace(labels={"model": model} | sample.labels))
+        return merged.values()
+
+    def describe(self) -> Iterable[Metric]:
+        """Describes no series before they are read: other collectors may not have these names."""
+        return ()
 
 
 def counter(name: str, text: str, values: Mapping[Labels, float], labels: Sequence[str] = ()) -> Metric:

@@ -19,6 +19,7 @@ from cluster.process.fd_limit import raise_limit
 from cluster.process.ports import example, url_of
 from protos.errors import Misconfigured
 from protos.tls import FaceTls, PeerTls, expiry_s
+from router.app import beside_each_other, create_models_app, front_of
 from router.auth.auth import AccessControl
 from router.auth.registry import open_limits
 from router.auth.tenants import Roster
@@ -29,11 +30,10 @@ from router.fleet_owner import CapacityOwner
 from router.http.pace import Pace
 from router.http.protocol import HttpProtocol
 from router.log_throttle import RareLog
-from router.models.models_app import beside_each_other, create_models_app, front_of
-from router.models.models_metrics import ModelsCollector
 from router.observe.ledger.prices import NO_PRICES
 from router.prefix.registry import MEMORY
 from router.router_config import RouterConfig
+from router.router_metrics import ModelsCollector
 
 log = logging.getLogger("baton.cluster")
 

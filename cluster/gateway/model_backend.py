@@ -113,8 +113,9 @@ class ModelBackend:
             replica_ports=shared.replica_ports,
         )  # fmt: skip
         self._reporter = CapacityReporter(
-            self._gateway_id, self.gateway.fleet_owner, self._samples, self.router, self.registry
-        )
+            self._gateway_id, self.gateway.fleet_owner, self._samples, self.registry,
+            records=self.router.routing.records, fleet=self.fleet, line=self.admission,
+        )  # fmt: skip
         self._sampler = HistorySampler(opened.history, metrics=self.metrics, fleet=self.fleet, line=self.admission)
         return self.gateway
 

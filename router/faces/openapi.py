@@ -16,7 +16,7 @@ from router.faces.endpoint import Endpoint, Face, Schema
 from router.http.api import Api
 from router.http.body import MAX_TTFT_MS
 from router.http.body_validation import Body
-from router.text.sampling_request import RANGES
+from router.text.model_card import RANGES
 
 _LOW, _HIGH = RANGES["max_ttft_ms"]
 _MAX_TTFT = {

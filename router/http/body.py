@@ -17,8 +17,8 @@ from protos.hints import nearest
 from router.http.body_validation import TOO_DEEP, Body, read_json, whole_ids
 from router.http.middleware import find_header, received_body
 from router.http.size_limits import check_sizes
-from router.text.model_card import ModelCard
-from router.text.sampling_request import RANGES, SamplingRequest
+from router.text.model_card import RANGES, ModelCard
+from router.text.sampling_request import SamplingRequest
 
 MAX_TTFT_MS = "x-baton-max-ttft-ms"
 MAX_NAME_CHARS = 100  # names that an answer repeats

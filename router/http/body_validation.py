@@ -21,7 +21,7 @@ from pydantic_core.core_schema import CoreSchema, tagged_union_schema
 
 from router.http.harmless import Harmless, without_harmless
 from router.http.size_limits import check_parameters
-from router.text.sampling_request import RANGES, allowed
+from router.text.model_card import RANGES, allowed
 
 
 def at_most(num_entries: int) -> BeforeValidator:

@@ -29,8 +29,7 @@ from router.http.access_log import CLIENT_LEFT, MAX_PATH, is_logged, log_access
 from router.http.api import Api, Apis, api_of
 from router.http.error_responses import error_response, internal_error
 from router.http.response_channel import channel_of
-from router.observe.request_observer import Arrival, arrival
-from router.request_metrics import Track
+from router.request_metrics import Arrival, Track, arrival
 
 log = logging.getLogger("baton.http")
 

@@ -28,8 +28,9 @@ from prometheus_client.registry import Collector
 
 from protos.event_loop import loop_time
 from protos.release import VERSION
-from router.observe.request_observer import EndedRequest, ObservedRequest, arrival
+from router.observe.request_observer import EndedRequest, ObservedRequest
 from router.observe.spans import Attribute, EndedChoice, TracedRequest, spans_of
+from router.request_metrics import arrival
 from router.router_config import TelemetryConfig
 from router.text.sampling_request import TextRequest
 

@@ -14,9 +14,11 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from protos.errors import BatonError
 from protos.event_loop import loop_time
-from router.build_router import Router
 from router.fleet_owner import CapacityNews, CapacityOwner, GatewaySight, NoFleetOwner
+from router.jobs import FleetView
+from router.observe.history_sampler import WaitingLine
 from router.observe.samples import RequestSamples, sample_of, sight_of
+from router.traces.request_trace import RequestTraces
 
 log = logging.getLogger("baton.router")
 
@@ -32,13 +34,16 @@ class CapacityReporter(Collector):
         gateway_id: str,
         owner: CapacityOwner,
         samples: RequestSamples,
-        router: Router,
         registry: CollectorRegistry,
+        *,
+        records: RequestTraces,
+        fleet: FleetView,
+        line: WaitingLine,
     ) -> None:
         self._gateway_id = gateway_id
         self._owner = owner
         self._samples = samples
-        self._router = router
+        self._records, self._fleet, self._line = records, fleet, line
         self._news: CapacityNews | None = None
         registry.register(self)
 
@@ -75,11 +80,10 @@ class CapacityReporter(Collector):
         return ()
 
     def _sight(self) -> GatewaySight:
-        now, samples, router = loop_time(), self._samples, self._router
-        recent = router.routing.records.recent(_MAX_OPEN)
+        now, samples, recent = loop_time(), self._samples, self._records.recent(_MAX_OPEN)
         running = [sample_of(trace) for trace in recent if trace.timestamps.ended_s is None]
         return sight_of(
-            self._gateway_id, [*samples.latest(now), *running], router.fleet.status(), now=now,
+            self._gateway_id, [*samples.latest(now), *running], self._fleet.status(), now=now,
             covered_s=samples.covered_s(now), num_arrived=samples.num_arrived(now),
-            num_waiting=router.admission.num_waiting,
+            num_waiting=self._line.num_waiting,
         )  # fmt: skip

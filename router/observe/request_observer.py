@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from typing import NamedTuple, Protocol
 
 from protos.errors import code_of
@@ -13,15 +12,6 @@ from router.traces.request_trace import RequestTrace
 
 BATCH = "batch:"
 """The prefix of the endpoint of a batch's requests."""
-
-
-class Arrival(NamedTuple):
-    at_s: float  # by the event loop's clock
-    traceparent: str  # the client's header, "" without one
-
-
-arrival: ContextVar[Arrival | None] = ContextVar("arrival", default=None)
-"""When the head of the request arrived that this task answers. HTTP and gRPC set it."""
 
 
 class ObservedRequest(NamedTuple):

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from protos.event_loop import loop_time
-from router.fleet.member import WorkerStatus
 from router.fleet_owner import GatewaySight, RequestSample, WorkerSight
+from router.jobs import WorkerView
 from router.observe.request_observer import EndedRequest, ObservedRequest
 from router.traces.request_trace import RequestTrace
 
@@ -70,7 +70,7 @@ def sample_of(record: RequestTrace) -> RequestSample:
 def sight_of(
     gateway_id: str,
     samples: Sequence[RequestSample],
-    workers: Iterable[WorkerStatus],
+    workers: Iterable[WorkerView],
     *,
     now: float,
     covered_s: float,
@@ -90,7 +90,7 @@ def sight_of(
     )
 
 
-def _worker(worker: WorkerStatus) -> WorkerSight:
+def _worker(worker: WorkerView) -> WorkerSight:
     assert worker.info is not None, "a worker without a role is not reported"
     load = worker.load
     return WorkerSight(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
@@ -12,7 +13,32 @@ from protos.model_files.fields import Fields
 from protos.model_files.files_seam import ModelFiles
 from protos.model_files.hub_name import HubName
 from protos.values import ModelDigests
-from router.text.sampling_request import RANGES, allowed
+
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "n": (1, 128),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "min_tokens": (0, 2**31 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "priority": (-(2**31), 2**31 - 1),
+    "max_ttft_ms": (1, 3_600_000),
+}
+"""Each range of a request's numbers is defined here, once."""
+OF_TOKENS = ("logprobs", "prompt_logprobs")
+
+
+def allowed(name: str) -> str:
+    low, high = RANGES[name]
+    note = " (-1, vLLM's word for the whole vocabulary, is not offered)" if name in OF_TOKENS else ""
+    return f"between {low} and {high}{note}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

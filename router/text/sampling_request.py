@@ -1,8 +1,6 @@
 """A client's request, over HTTP or gRPC, checked against the model and turned into jobs.
 
-    SamplingRequest (every field optional) + prompts + ModelCard ──▶ TextRequest (jobs, seeds drawn, stop strings)
-
-Every range is defined once, here; an error names the range.
+SamplingRequest (every field optional) + prompts + ModelCard ──▶ TextRequest (jobs, seeds drawn, stop strings)
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from protos.errors import ContextLengthExceeded, InvalidRequest
 from protos.values import MAX_DRAFTS, SPECULATION_SOURCES, SamplingParams, SpeculationParams
 from router.auth.tenants import NOBODY, Tenant
 from router.jobs import Job
+from router.text.model_card import OF_TOKENS, RANGES, ModelCard, allowed
 from router.text.reasoning import AnswerReasoning
 
 if TYPE_CHECKING:
-    from router.text.model_card import ModelCard
     from router.text.tools.calls import CallReader
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for completions; a chat may fill its context
@@ -31,31 +29,7 @@ MAX_STOP_CHARS = 512
 MAX_BIASES = 1024
 MAX_STOP_TOKENS = 128
 
-RANGES: Mapping[str, tuple[float, float]] = {
-    "temperature": (0, 2),
-    "top_p": (0, 1),
-    "top_k": (-1, 2**31 - 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "n": (1, 128),
-    "seed": (-(2**63), 2**64 - 1),
-    "logprobs": (0, 20),
-    "prompt_logprobs": (0, 20),
-    "min_tokens": (0, 2**31 - 1),
-    "max_tokens": (1, 2**31 - 1),
-    "priority": (-(2**31), 2**31 - 1),
-    "max_ttft_ms": (1, 3_600_000),
-}
 _AS_THE_WORKER = SpeculationParams()
-_OF_TOKENS = ("logprobs", "prompt_logprobs")
-
-
-def allowed(name: str) -> str:
-    low, high = RANGES[name]
-    note = " (-1, vLLM's word for the whole vocabulary, is not offered)" if name in _OF_TOKENS else ""
-    return f"between {low} and {high}{note}"
 
 
 class SamplingRequest(Value, frozen=True, kw_only=True):
@@ -206,7 +180,7 @@ def check_length(
 def _sampling(request: SamplingRequest, card: ModelCard, *, seed: int, max_tokens: int) -> SamplingParams:
     """The client's word first, then the model's makers', then neutral."""
     values = {name: getattr(request, name) for name in SamplingParams.__struct_fields__}
-    missing = [name for name, value in values.items() if value is None and name not in _OF_TOKENS]
+    missing = [name for name, value in values.items() if value is None and name not in OF_TOKENS]
     values |= {name: getattr(card, name, 0.0) for name in missing} | {"seed": seed, "max_tokens": max_tokens}
     values["top_k"] = max(values["top_k"], 0)
     if values["top_p"] == 0:  # the smallest set of tokens that reaches probability 0 is the likeliest one

@@ -30,8 +30,7 @@ from router.http.access_log import is_logged, log_access
 from router.http.body_validation import read_json, shallow
 from router.http.middleware import REQUEST_ID, request_name
 from router.http.sse import StallWatch
-from router.observe.request_observer import Arrival, arrival
-from router.request_metrics import Track
+from router.request_metrics import Arrival, Track, arrival
 from router.text.grammar.structure import json_grammar, regex_grammar
 from router.text.sampling_request import SamplingRequest, TextRequest, make_text_request
 from router.text.text_stream import TextDelta, Usage, UsageCounter, collect

@@ -24,7 +24,8 @@ from router.faces.openai.unsupported_params import (
 from router.http.body import field_of
 from router.http.body_validation import Body, FirstWrong, at_most, ranged
 from router.http.harmless import Harmless, without_harmless
-from router.text.sampling_request import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, RANGES, SamplingRequest
+from router.text.model_card import RANGES
+from router.text.sampling_request import MAX_BIASES, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS, SamplingRequest
 
 MAX_OPTIONS = 64  # names in a chat template
 

@@ -18,11 +18,11 @@ from cluster.doctor.gather import examine
 from cluster.doctor.rules import findings
 from protos.errors import Misconfigured, NotFound, UnknownModel
 from protos.values import Adapter
+from router.app import beside_each_other, create_models_app, front_of
 from router.batches.batch_routes import model_of
 from router.gateway import Gateway
-from router.models.models_app import beside_each_other, create_models_app, front_of
-from router.models.models_metrics import ModelsCollector
 from router.request_metrics import RequestMetrics
+from router.router_metrics import ModelsCollector
 from tests.unit.router.scripted import Crew, Scripted, Worker, make_gateway, saying, serving_app, with_card
 from tests.unit.router.test_app_adapters import MESSAGES, REQUESTS
 

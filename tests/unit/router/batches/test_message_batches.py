@@ -16,8 +16,8 @@ import pytest
 from anthropic.types.messages import MessageBatch
 
 from protos.errors import InvalidRequest
+from router.app import create_models_app
 from router.batches.requests_reader import RequestsReader
-from router.models.models_app import create_models_app
 from tests.unit.router.batches.batching import Batching
 from tests.unit.router.scripted import Script, saying, serving, serving_app, with_card
 from tests.unit.router.sdk_types import read_as
