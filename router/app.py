@@ -181,7 +181,6 @@ class ModelsApp:
 
 
 def _layers(gateway: Gateway) -> list[Middleware]:
-    """The first one is the first to see a request."""
     http = gateway.http
     layers = [
         Middleware(RequestId, apis=_APIS),
@@ -211,7 +210,7 @@ def _layers(gateway: Gateway) -> list[Middleware]:
 
 
 def _uploads(gateway: Gateway) -> Mapping[str, int]:
-    """Paths of large bodies; a form's fields and boundaries come beside its file."""
+    """Returns the size limits of paths with large bodies, including a form's overhead."""
     if gateway.batches is None:
         return {}
     paths = (endpoint.path for face in FACES for endpoint in face.endpoints if endpoint.is_upload)

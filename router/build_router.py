@@ -81,7 +81,7 @@ def build_router(
 def _idle(
     config: RouterConfig, fleet: Fleet, policy: Policy, admission: Admission, records: RequestTraces
 ) -> IdleAdmission:
-    """The way of batches to the same workers, with records of its own."""
+    """Creates the admission of batches, with records of its own."""
     dispatcher = Dispatcher(fleet=fleet, policy=policy, config=config, routing=Routing(records=records))
 
     async def generate(job: Job) -> AsyncGenerator[TokenDelta, None]:

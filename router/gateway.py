@@ -248,7 +248,6 @@ class Gateway:
 
 
 def _pattern(alias: str) -> str:
-    """Only "*" has a meaning in an alias."""
     return re.sub(r"[?\[]", r"[\g<0>]", alias)
 
 

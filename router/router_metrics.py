@@ -142,7 +142,7 @@ def fleet_metrics(fleet: Fleet) -> Iterable[Metric]:
 
 
 def _by_role(labels: Sequence[str]) -> dict[tuple[str, ...], float]:
-    """0 for each pool, unless there are further labels."""
+    """The initial values: 0 for each pool, none with further labels."""
     return {} if labels else dict.fromkeys([(role,) for role in WorkerRole], 0.0)
 
 

@@ -349,7 +349,6 @@ def _fp8_scales(config: WorkerConfig, layout: KVLayout, rank: int) -> Mapping[in
 
 
 def _grammars(config: WorkerConfig, model: ServedConfig) -> Grammars:
-    """Rank 0's grammars: only rank 0 samples."""
     return GuidanceGrammars(open_model(config.model), vocab_size=model.vocab_size, eos_ids=model.eos_token_ids)
 
 

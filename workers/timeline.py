@@ -94,7 +94,7 @@ class Timeline:
                 self._num_added += 1
 
     def _figures_of(self, batch: Batch) -> SpanFigures:
-        """Cached for the batch's other spans: counting a large batch for each would lengthen the step."""
+        """The batch's figures, cached: counting a large batch for each span would lengthen the step."""
         counted, figures = self._figures
         if counted is not batch:
             figures = SpanFigures(

@@ -205,7 +205,6 @@ class FleetController:
         raise InvalidRequest(f"an order of the kind {order.kind} needs a worker and a role", param="role")
 
     def _awake(self) -> DesiredFleet:
-        """Returns the latest fleet that was not asleep, at the present revision."""
         fleets = (self.desired, *(change.before for change in reversed(self._record.changes)), self._record.configured)
         awake = next(fleet for fleet in fleets if not fleet.is_asleep)
         return replace(awake, revision=self.desired.revision)

@@ -302,5 +302,5 @@ def _guess(text: str) -> int:
 
 
 def _harmless(text: str) -> str:
-    """Removes control characters, with which a model could send commands to the terminal."""
+    """Removes control characters, which could send commands to the terminal."""
     return "".join(one for one in text if one.isprintable() or one in "\n\t")

@@ -72,7 +72,7 @@ def costs(
 
 
 def _computed(report: Row) -> str:
-    """A line of tokens that workers computed, beside the rows."""
+    """Returns the line about tokens that workers computed."""
     output, missing = report["worker_output_tokens"], report["unrecorded_output_tokens"]
     line = f"workers computed {report['worker_prompt_tokens']:,} prompt tokens and {output:,} output tokens"
     if missing <= 0:

@@ -95,7 +95,7 @@ class _Command(TyperCommand):
 
 
 def _range(param: Any) -> str | None:
-    """For an option with both bounds."""
+    """Returns the range of an option with both bounds."""
     low, high = getattr(param, "min", None), getattr(param, "max", None)
     return None if low is None or high is None else f"give a number from {_bound(low)} to {_bound(high)}"
 

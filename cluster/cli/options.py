@@ -208,7 +208,6 @@ def _make(tables: Table) -> tuple[ClusterConfig, ...]:
 
 
 def _flags(values: Mapping[str, Any]) -> Table:
-    """Nested tables of the given settings."""
     given: Table = {}
     for path, value in values.items():
         if value is not None:

@@ -153,7 +153,7 @@ async def _open(
 
 
 async def _yield(announcer: RedisAnnouncer, stop: StopSignal) -> None:
-    """Two processes that supervise the same workers would end each other's."""
+    """Stops this process once another one has taken over its workers: both would end each other's."""
     await announcer.replaced.wait()
     log.error("another `baton pools` has taken over the workers while this one stood still: it ends")
     stop.requested.set()

@@ -133,7 +133,6 @@ class ServedCluster:
             await one.pools.end()
 
     async def _announcers(self, front: GatewayServer | Replicas) -> Sequence[Publish]:
-        """Announcers of each fleet's workers to the gateway."""
         from cluster.gateway.gateway_server import GatewayServer
 
         if isinstance(front, GatewayServer):
@@ -168,7 +167,7 @@ def _retrieve(ended: asyncio.Future[list[None]]) -> None:
 
 
 def _parts(configs: Sequence[ClusterConfig]) -> Sequence[MachinePart | None]:
-    """Parts of this machine, where several models have a private Ray each."""
+    """Returns each model's part of this machine, if several models have a private Ray."""
     if len(configs) == 1 or configs[0].ray.address:
         return [None] * len(configs)
     return parts(configs, len(os.sched_getaffinity(0)), visible_gpus())

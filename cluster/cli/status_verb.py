@@ -90,7 +90,7 @@ def status_tables(status: Mapping[str, Any], url: str) -> RenderableType:
 
 
 def _kv_dtype(worker: Worker) -> str:
-    """The type of a worker's keys and values if it has 8 bits, "" for another."""
+    """Returns the type of 8-bit keys and values, "" for wider ones."""
     groups = ((worker["info"] or {}).get("layout") or {}).get("groups", ())
     dtypes = {part["dtype"] for group in groups for part in group["parts"]}
     return ", ".join(sorted(dtypes & EIGHT_BITS))
@@ -119,7 +119,7 @@ def _headline(status: Mapping[str, Any], url: str) -> Text:
 
 
 def _fleet(capacity: Mapping[str, Any] | None, now: Callable[[], float] = time.time) -> list[Text]:
-    """The desired fleet where it has been changed, with the latest change, and the planner."""
+    """Describes the desired fleet if it has changed, with its latest change, and the planner."""
     if not capacity:
         return []
     planner = [] if capacity.get("planner") is None else [Text(f"planner: {planner_words(capacity['planner'], now())}")]
@@ -216,7 +216,7 @@ def _workers(workers: Sequence[Worker]) -> Sheet:
 
 
 def _name(worker: Worker) -> str:
-    """With its role, where a flip has made that another one than the name says."""
+    """Adds the worker's role after a flip, when its name says another one."""
     worker_id, role = str(worker["worker_id"]), _pool(worker)
     named = worker_id.rpartition("-")[0]
     return f"{worker_id} ({role})" if named in POOLS and worker["info"] and named != role else worker_id
@@ -265,7 +265,7 @@ def _paused_drafts(worker: Worker) -> Sequence[Mapping[str, Any]]:
 
 
 def _paused(worker: Worker, paused: Mapping[str, Any]) -> Text:
-    """A proposer whose drafts did not pay."""
+    """Describes a proposer that is paused because its drafts did not pay."""
     return Text(
         f"{worker['worker_id']}: drafts of {paused['source']} are paused for {paused['num_steps']:,} steps: they "
         f"spared {paused['spared_s']:.2f} s and took {paused['spent_s']:.2f} s",
@@ -336,7 +336,7 @@ def _rank(pool: str) -> int:
 
 
 def _place(worker: Worker) -> tuple[int, str, int]:
-    """By pool, then by number: decode-10 comes after decode-9."""
+    """Sorts by pool, then by number: decode-10 comes after decode-9."""
     name, _, number = str(worker["worker_id"]).rpartition("-")
     return (_rank(_pool(worker)), name, int(number)) if number.isdigit() else (_rank(_pool(worker)), name + number, 0)
 

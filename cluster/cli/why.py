@@ -125,7 +125,7 @@ def _headline(job: View) -> Text:
 
 
 def _state(job: View) -> str:
-    """A vector ends by no reason of an answer."""
+    """Names the end of a job. A vector has no finish reason."""
     return "done" if job.get("embedding", False) and job["outcome"] == "length" else job["outcome"] or job["state"]
 
 
@@ -144,7 +144,7 @@ def _decision(choice: View, is_vector: bool) -> Text:
 
 
 def _predicted(what: str, name: str, choice: View) -> str:
-    """Leaves out decisions without a figure: those after the first token, and those that failed."""
+    """Leaves out decisions without a figure: those after the first token, and failed ones."""
     expected, measured = choice["expected"], (choice["measured"] or {}).get(name)
     load = f" (load {_seconds(expected['load_s'])})" if name == "ttft_s" and expected["num_host_tokens"] else ""
     expectation = f"{what} {_seconds(expected[name])}{load} expected"
@@ -173,12 +173,11 @@ def _costs(choice: View) -> Sheet:
 
 
 def _scores(choice: View) -> Sequence[View]:
-    """Without those of decode workers where none decodes."""
+    """Leaves out decode workers' scores if no worker decodes."""
     return [one for one in choice["scores"] if one["role"] != "decode" or choice["decode"] is not None]
 
 
 def _meanings(choices: Sequence[View]) -> Iterator[Text]:
-    """The columns that have values."""
     names = {name for choice in choices for one in _scores(choice) for name in _terms(one)}
     for name, meaning in MEANINGS.items():
         if name in names:

@@ -86,7 +86,6 @@ def _is_rolled(declared: DeclaredSetting) -> bool:
 
 
 def _with(config: Any, names: list[str], value: SettingValue) -> Any:
-    """The dataclass with another value at a path of attributes."""
     name, *below = names
     return replace(config, **{name: _with(getattr(config, name), below, value) if below else value})
 

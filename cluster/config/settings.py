@@ -128,7 +128,7 @@ def make_blaming(file: Path | None, in_file: Table, over: Table, make: Callable[
 
 
 def _makes(tables: Table, mistake: Misconfigured, make: Callable[[Table], object]) -> bool:
-    """Whether these tables alone fail with the same message, a missing model aside."""
+    """Whether these tables alone fail with the same message, apart from a missing model."""
     try:
         make(tables if mistake.param == "model" else {"model": "m", **tables})
     except Misconfigured as error:

@@ -114,7 +114,7 @@ def _look(url: str, api_key: str, ends_s: float, *, is_first: bool = True) -> Ex
 
 
 def _metrics(client: httpx.Client, status: Mapping[str, Any]) -> str:
-    """/metrics, of the first of several gateway processes; "" without an answer."""
+    """Returns /metrics of the first gateway process; "" without an answer."""
     ports = status.get("processes")
     with contextlib.suppress(httpx.HTTPError):
         url = client.base_url.copy_with(port=ports[0]).join("/metrics") if ports else "/metrics"
@@ -233,7 +233,7 @@ async def _redis(where: RedisUrl) -> RedisFacts:
 
 
 async def _policy(client: Any) -> str:
-    """Redis' eviction policy; "" where it does not say: managed ones refuse CONFIG."""
+    """Returns Redis' eviction policy; "" if a managed Redis refuses CONFIG."""
     try:
         return str((await client.config_get("maxmemory-policy")).get("maxmemory-policy", ""))
     except ResponseError:

@@ -53,7 +53,7 @@ async def run(parent: socket.socket, own: socket.socket) -> int:
 
 
 async def _report(front: GatewayServer, channel: MessageChannel, period_s: float) -> None:
-    """A parent that hears nothing ends this process: the event loop hangs."""
+    """Sends this process's state every `period_s`. The parent ends a process that sends none: its event loop hangs."""
     ready = asyncio.create_task(front.ready())
     try:
         while True:

@@ -153,7 +153,7 @@ def _fetch_weights(hub: HubName, commit: str, files: Sequence[RepoSibling]) -> N
 
 
 def _fetch_blob(hub: HubName, commit: str, file: RepoSibling, blob: Path, stop: threading.Event) -> None:
-    """Downloads a file to where the cache has it, from where an earlier try ended."""
+    """Downloads a file into the cache, and resumes an earlier try."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import WeakFileLock, build_hf_headers
@@ -262,7 +262,6 @@ def _no_room(hub: HubName, problem: str) -> BatonError:
 
 
 def _path(folder: Path, files: Sequence[str]) -> Path:
-    """A checkpoint is its folder, and a GGUF model its first file."""
     return folder / files[0] if files[0].lower().endswith(".gguf") else folder
 
 

@@ -64,7 +64,7 @@ def _small(names: Sequence[str], name: HubName) -> list[str]:
 
 
 def _weights(names: Sequence[str], read_index: ReadIndex) -> list[str]:
-    """Chooses like `FolderFiles.weight_files`, and no consolidated twin."""
+    """Chooses like `FolderFiles.weight_files`, without consolidated copies."""
     if INDEX in names and (indexed := set(read_index().get("weight_map", {}).values())) & set(names):
         return sorted(indexed)
     if SINGLE in names:

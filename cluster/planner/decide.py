@@ -221,7 +221,7 @@ class _Planner:
         return REACH if self._seen.num_waiting <= self._seen.num_arrived / 2 else max(REACH, sum(self._fleet.values()))
 
     def _cost(self, counts: Counts) -> float:
-        """Device seconds over the horizon, with those of the actions."""
+        """Device seconds over the horizon, including the actions."""
         devices, times = self._limits.devices, self._times
         flips = _flips(self._fleet, counts)
         num_flipped = sum(flips.values())
@@ -234,7 +234,7 @@ class _Planner:
         return sum(self._limits.devices[role] * count for role, count in counts.items())
 
     def _order(self, candidate: WeighedFleet) -> tuple[float, ...]:
-        """Sorts fleets that keep the objective by cost, before others by how little they miss it."""
+        """Sorts fleets that keep the objective by cost; others follow, by how much they miss it."""
         shrinks, allowed = self._shrinks(candidate.counts), 1.0 - self._objective.attainment
         if shrinks:
             allowed *= 1.0 - SPARE
@@ -249,7 +249,6 @@ class _Planner:
     # -- what was too small --------------------------------------------------------------------------------------------
 
     def _work(self, rate: float) -> tuple[float, float]:
-        """Tokens of prompts and of answers a second."""
         lengths = self._seen.uncached_tokens
         return rate * sum(lengths) / max(1, len(lengths)), rate * self._seen.answer_tokens
 

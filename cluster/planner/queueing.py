@@ -126,7 +126,6 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _as_colocated(seen: Observation) -> Observation:
-    """Decode workers get the speed of prefill workers if theirs is unknown."""
     decode, prefill = seen.pools[_DECODE], seen.pools.get(_PREFILL)
     speed = decode.prefill_tokens_per_s or (prefill.prefill_tokens_per_s if prefill is not None else 0.0)
     return replace(seen, pools={_COLOCATED: replace(decode, prefill_tokens_per_s=speed)})

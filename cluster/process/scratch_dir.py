@@ -97,7 +97,7 @@ def _parent(entry: Path) -> int:
 
 
 def _users(folder: Path) -> list[int]:
-    """Their descendants, too: Ray's agents replace their command lines by titles."""
+    """Finds processes that use the folder, with their descendants: Ray's agents replace their command lines."""
     parents: dict[int, int] = {}
     users: set[int] = set()
     for entry in Path("/proc").glob("[0-9]*"):

@@ -177,7 +177,7 @@ class RayNodes:
 
 
 def _unknown(pid: int) -> int | None:
-    """The exit status of a process that is no child of the actor's."""
+    """Returns None: the exit status of a process that is no child of the actor's is unknown."""
     return None
 
 

@@ -187,7 +187,7 @@ class DriverProcess:
     # ------------------------------------------------------------------------------------------------------------------
 
     async def _live(self) -> str:
-        """One life of the process. Returns why it ended."""
+        """Runs the process once. Returns why it ended."""
         stderr = Path(self._begin.folder) / "driver.err"
         try:
             process, ours = await spawn(PROGRAM, stderr)
@@ -256,7 +256,7 @@ class DriverProcess:
                     self._error = error
 
     async def _settle(self) -> None:
-        """Ray is there again, once every worker has its place."""
+        """Reserves the workers' places once Ray is back."""
         try:
             await self._came_up()
         except BatonError as error:

@@ -99,7 +99,7 @@ class Places:
             await self._try("leave", address)
 
     async def _try(self, method: str, argument: str) -> None:
-        """A Ray that is away has nothing to give back."""
+        """Ignores errors: a lost Ray has nothing to give back."""
         if self._driver.is_up:
             with suppress(BatonError):
                 await self._driver.call(method, argument, kind=type(None))

@@ -257,8 +257,6 @@ class Pools:
         return plans
 
     def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
-        """A task whose end ends everything."""
-
         def note(ended: asyncio.Task[None]) -> None:
             if ended.cancelled() or self._over.done():
                 return

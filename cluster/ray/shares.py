@@ -150,7 +150,7 @@ class RayShares:
 
 
 async def _done(task: Any) -> None:
-    """A node that is lost, or too busy, reports nothing."""
+    """Ignores the result of a node that is lost or too busy."""
     from ray.exceptions import RayError
 
     with suppress(RayError):
@@ -176,7 +176,6 @@ async def _ready_now(group: Any) -> bool:
 
 
 async def _devices(group: Any, bundles: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
-    """The GPUs of each bundle, as in CUDA_VISIBLE_DEVICES."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -198,5 +197,5 @@ async def _devices(group: Any, bundles: Sequence[Mapping[str, float]]) -> tuple[
 
 
 def _visible_devices() -> str:
-    """Runs on the node, in a process of Ray's."""
+    """Runs on the node, in a process of Ray."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -115,7 +115,7 @@ def _check_host_tier(config: ClusterConfig, free: int) -> None:
 
 
 def _floored(num_bytes: float) -> float:
-    """A size in GiB, rounded so that a bound given with it is met."""
+    """Rounds a size in GiB down, so that the printed bound is sufficient."""
     return math.floor(10 * max(0.0, num_bytes) / _GIB) / 10
 
 
@@ -142,7 +142,7 @@ def _check_ram(config: ClusterConfig, model: ServedConfig, drafting: DraftNeeds,
 
 
 def _worker_bytes(config: ClusterConfig, model: ServedConfig, drafting: DraftNeeds, tp: int) -> int:
-    """Bytes over all ranks of a worker, on a CPU, with those of what drafts there."""
+    """Bytes of a worker on a CPU, over all ranks, with its proposers."""
     worker = config.worker
     layout = _layout(config, model, tp)
     weights = weight_bytes(worker.model, _dtype(config, model), worker.quantize)

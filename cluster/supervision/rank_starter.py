@@ -162,7 +162,7 @@ class RankLink:
         return (message,)
 
     async def _keep_contact(self) -> None:
-        """While this process runs, so does the cluster."""
+        """Keeps the cluster alive while this process runs."""
         while True:
             self._channel.send(RankContact())
             await asyncio.sleep(CONTACT_S)

@@ -249,7 +249,7 @@ class Supervisor:
         slot.flipping = asyncio.create_task(self._flip(plan, slot, after=before), name=f"flip {plan.worker_id}")
 
     async def _flip(self, plan: WorkerPlan, slot: WorkerSlot, after: asyncio.Task[None] | None) -> None:
-        """Until the worker has the role, or its process ends: its successor starts with the role."""
+        """Returns when the worker has the role or its process has ended: its successor starts with the role."""
         worker_id = plan.worker_id
         try:
             if after is not None:
@@ -313,7 +313,6 @@ class Supervisor:
         slot.is_draining = True
 
     async def _retire(self, worker_id: str, slot: WorkerSlot) -> None:
-        """Drains a worker, ends it, and removes its record."""
         if slot.flipping is not None:
             slot.flipping.cancel()
         if slot.info is not None:
@@ -347,7 +346,7 @@ class Supervisor:
     async def _keep_alive(
         self, slot: WorkerSlot, follow: Callable[[], AsyncGenerator[Event, None]] | None = None
     ) -> None:
-        """Launches a worker again and again, until it is retired. `follow`: of one that runs already."""
+        """Launches a worker again until it is retired. `follow`: the worker already runs."""
         worker_id, life = slot.plan.worker_id, slot.view.life
         while True:
             if follow is not None:

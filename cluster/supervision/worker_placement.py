@@ -145,7 +145,7 @@ def replan(
 def _first(
     plans: Sequence[WorkerPlan], role: WorkerRole, count: int, has: Callable[[Revision], bool]
 ) -> list[WorkerPlan]:
-    """The workers of a pool that stay longest, of those whose revision fits."""
+    """The workers of a pool that are kept longest, of those with the right revision."""
     return sorted((one for one in plans if one.role is role and has(one.revision)), key=_seniority)[:count]
 
 

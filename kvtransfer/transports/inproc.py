@@ -43,7 +43,6 @@ def _at_once(parcel: InprocParcel, deliver: Callable[[], None]) -> None:
 
 
 def _no_time() -> float:
-    """The default clock: lanes take no time."""
     return 0.0
 
 
@@ -329,7 +328,7 @@ class InprocReceiver(_InprocEnd[Arrived | LaneLost]):
         self._wake()
 
     def _lose(self, peer: str, reason: str, cause: type[TransferFailed] = TransferFailed) -> None:
-        """Chunks that have arrived stay: they may still be landed."""
+        """Drops the peer's chunks on their way. Those that have arrived may still be landed."""
         if self._lanes.pop(peer, None) is not None:
             self._events.append(LaneLost(peer=peer, reason=reason, cause=cause))
             self._wake()

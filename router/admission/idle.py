@@ -214,7 +214,7 @@ class IdleAdmission:
                 self._admitting = None
 
     async def _admit_all(self) -> None:
-        """One task for the whole queue: each decision reads the whole fleet."""
+        """Admits jobs, in one task for the whole queue: each decision reads the whole fleet."""
         try:
             while self._queue:
                 if (job := self._next_job()) is None:

@@ -194,7 +194,6 @@ class _OwnedBatch:
 
     @property
     def _is_validated(self) -> bool:
-        """Batches of Messages know their number of lines before."""
         return bool(self._batch.total) and self._batch.status != "validating"
 
     async def _check(self) -> list[LineError]:
@@ -257,7 +256,7 @@ class _OwnedBatch:
         await writer.put(result_of(self._batch, line, answer))
 
     async def _answer(self, line: InputLine, tenant: Tenant) -> LineAnswer:
-        """No worker and no room are waited for; other failures end it after `MAX_ATTEMPTS`."""
+        """Answers one line. It never waits for a worker or for room; other failures end it after `MAX_ATTEMPTS`."""
         pause_s, num_failed = FIRST_PAUSE_S, 0
         while True:
             try:

@@ -100,7 +100,7 @@ class LineLedger:
         self._ledger.ended(ended._replace(request=ended.request._replace(records=own)))
 
     def _runs_again(self, error: BaseException) -> bool:
-        """A line that is interrupted by the end of its process has not failed."""
+        """Whether the line was interrupted by the end of its process."""
         if not isinstance(error, Exception):
             return not self._is_stopped()
         return not self._is_last and isinstance(error, BatonError) and may_pass(error)

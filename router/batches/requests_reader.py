@@ -56,7 +56,7 @@ class RequestsReader:
             raise InvalidRequest("'requests' is empty: give a request", param="requests")
 
     def _begins(self) -> bool:
-        """Whether the buffer begins with the next request, without what stands before it."""
+        """Whether the buffer begins with the next request, after separators."""
         del self._buffer[: len(self._buffer) - len(self._buffer.lstrip())]
         if self.num_requests and not self._has_comma and self._buffer.startswith(b","):
             self._has_comma = True

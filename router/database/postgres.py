@@ -135,7 +135,7 @@ class PostgresDatabase:
                 raise Unavailable(why) from error
 
     def _begun(self, begin: str) -> psycopg.Connection[Row]:
-        """A server that was restarted since the last transaction costs no call its error."""
+        """Begins a transaction, reconnecting if the server was restarted since the last one."""
         import psycopg
 
         connection = self._connected()

@@ -137,7 +137,7 @@ async def _answer(member: Member, request: GenerateRequest) -> SequenceUpdate:
 
 
 def _agree(computed: SequenceUpdate, arrived: SequenceUpdate) -> bool:
-    """The token need not be the same: two may be equally likely."""
+    """Compares probabilities, not tokens: two tokens may be equally likely."""
     if not computed.logprobs or not arrived.logprobs:
         return computed.token_ids == arrived.token_ids
     chosen, there = computed.logprobs[0].chosen, _by_id(arrived.logprobs[0])

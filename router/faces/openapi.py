@@ -73,7 +73,7 @@ def _request(endpoint: Endpoint, schemas: Schema) -> Schema | None:
 
 
 def _reference(kind: type[Body], schemas: Schema) -> Schema:
-    """The schema of `kind` is put to `schemas` with all it is made of."""
+    """Adds the schema of `kind`, and those that it refers to, to `schemas`."""
     whole = TypeAdapter(kind).json_schema(ref_template="#/components/schemas/{model}")
     schemas |= whole.pop("$defs", {})
     schemas[kind.__name__] = whole
@@ -86,7 +86,7 @@ def _name_models(schema: Schema, models: Sequence[str]) -> None:
 
 
 def _shape(value: Any) -> Schema:
-    """The schema of objects like this one; a string in them may be null."""
+    """Builds the schema of objects like this one. A string may be null."""
     if not isinstance(value, dict):
         return {"type": ["string", "null"]}
     return {"type": "object", "required": list(value), "properties": {name: _shape(one) for name, one in value.items()}}

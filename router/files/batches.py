@@ -187,7 +187,7 @@ class BatchStore:
             return self._enter(transaction, _filed(transaction, owned, output, errors), owned.ends_as)
 
     def _enter(self, transaction: Transaction, batch: StoredBatch, status: str, *, ends_as: str = "") -> StoredBatch:
-        """Writes all of a batch, in a state that begins now."""
+        """Writes the batch with a new status."""
         times = {status: self._clock()} | dict(batch.times)
         changed = replace(batch, status=status, ends_as=ends_as or batch.ends_as, times=times)
         row = _row(changed)
@@ -197,7 +197,7 @@ class BatchStore:
 
 
 def _unclaimed(model: str, now: float, besides: Sequence[str]) -> tuple[str, tuple[Any, ...]]:
-    """The end of a query, and its values."""
+    """Returns the end of a query, and its values."""
     others = f"AND id NOT IN ({', '.join('?' * len(besides))}) " if besides else ""
     where = (
         f"FROM batches WHERE status IN ({_STATES}) AND lease_until_s < ? "
@@ -209,7 +209,7 @@ def _unclaimed(model: str, now: float, besides: Sequence[str]) -> tuple[str, tup
 def _filed(
     transaction: Transaction, batch: StoredBatch, output: StoredFile | None, errors: StoredFile | None
 ) -> StoredBatch:
-    """The batch, whose results are in files now."""
+    """Marks the batch's results as written to files."""
     for file in (output, errors):
         if file is not None:
             put_file(transaction, file)

@@ -451,7 +451,7 @@ def _of(member: Member) -> dict[str, str]:
 
 
 def _stored_as(workers: Iterable[WorkerInfo]) -> dict[str, str]:
-    """By revision; in one order, so that it does not depend on when which worker joined."""
+    """Encodings by revision, sorted."""
     forms: dict[str, set[str]] = {}
     for info in workers:
         types = "/".join(sorted({part.dtype for part in info.layout.parts}))

@@ -93,7 +93,7 @@ def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
 
 
 def _hint(name: str, known: type[Body], kind: type[Body]) -> str:
-    """Where a parameter belongs that `known`, a part of `kind`, does not have; "" if unknown."""
+    """Suggests where a parameter of `known`, a part of `kind`, belongs; "" if unknown."""
     if found := kind.hint(name, known):
         return found
     close = nearest(name, [*known.model_fields, *known.harmless])
@@ -125,7 +125,6 @@ def _joined(path: str, name: str) -> str:
 
 
 def _bodies(annotation: Any) -> Iterator[type[Body]]:
-    """The bodies that a field holds."""
     if isinstance(annotation, type) and issubclass(annotation, Body):
         yield annotation
     for part in get_args(annotation):

@@ -78,7 +78,7 @@ class FirstWrong(FailFast):
 
 
 def _is_exact(number: float) -> bool:
-    """Beyond 2^53 a float no longer identifies one integer."""
+    """Above 2^53 a float no longer identifies one integer."""
     return number.is_integer() and abs(number) <= 2**53
 
 
@@ -117,7 +117,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _not_too_many(cls, value: Any) -> Any:
-        """Also, 8.0 is an integer in JSON Schema, and so it is here."""
+        """Limits the number of parameters, and reads 8.0 as an integer, as JSON Schema does."""
         if not isinstance(value, dict):
             return value
         check_parameters(value)  # pydantic would note every unknown one of a megabyte of them

@@ -302,7 +302,7 @@ def _with_header(send: Send, name: bytes, value: bytes) -> Send:
 
 
 def _authorization(scope: Scope) -> str:
-    """The `Authorization`, also of a key in its API's own header."""
+    """Reads the key from `Authorization`, or from the API's own header."""
     found, other = header_of(scope, b"authorization"), api_of(scope).key_header
     if found or not other:
         return found
@@ -315,6 +315,6 @@ def _too_large(what: str, max_bytes: int) -> PayloadTooLarge:
 
 
 def _is_more(digits: str, most: int) -> bool:
-    """Python reads no number of more than 4,300 digits."""
+    """Compares as text: Python parses no number of more than 4,300 digits."""
     digits = digits.lstrip("0")
     return len(digits) > len(str(most)) or int(digits or "0") > most

@@ -43,7 +43,7 @@ def _check_messages(messages: list[Any], card: ModelCard, param: str) -> None:
 
 
 def _check_prompts(prompts: list[Any], card: ModelCard, param: str) -> None:
-    """Token ids of one prompt, or texts or lists of ids of many."""
+    """Checks the number of prompts. Token ids may be one prompt or many."""
     if prompts and isinstance(prompts[0], int):
         check_length(len(prompts), card, param=param)
         return

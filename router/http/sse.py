@@ -282,7 +282,7 @@ class EventStream:
 
     @contextmanager
     def _kept_alive(self, send: Send) -> Iterator[None]:
-        """Most answers are shorter than `keep_alive_s`: until then there is a timer, and no task."""
+        """Sends comments after `keep_alive_s`. Shorter answers need a timer only, no task."""
         loop = asyncio.get_running_loop()
         self._sent_s = loop.time()
         if self._keep_alive_s < inf:

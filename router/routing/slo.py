@@ -123,7 +123,7 @@ def _excess(view: RequestView, candidates: CandidateTable) -> Floats:
 
 
 def _sum(values: Floats) -> float:
-    """Adds in order: the result of numpy's sum depends on the processor."""
+    """Adds in order: numpy's sum depends on the processor."""
     return float(np.cumsum(values)[-1])
 
 

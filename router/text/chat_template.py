@@ -359,7 +359,7 @@ def _with_metadata(message: Message) -> Iterator[Message]:
 
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Sequence[Message]:
-    """The conversation with the tools in its system message, as Phi-4-mini's template reads them."""
+    """Adds the tools to the system message, as Phi-4-mini's template reads them."""
     shown = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     first, *others = messages
     if first.get("role") != "system":

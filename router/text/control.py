@@ -226,7 +226,7 @@ def _meet(constant: str, text: str) -> bool:
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """A pattern for the longest of the texts, which looks at each character once."""
+    """A pattern for the longest of the texts that reads each character once."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

@@ -127,7 +127,7 @@ class Reasoning:
         return Phase.INSIDE if self._marks.is_open or text.endswith(self._marks.open) else Phase.BEFORE
 
     def _channel(self, prompt: Sequence[int]) -> Phase:
-        """AFTER: the prompt has begun a message, which is continued."""
+        """Returns AFTER if the prompt has begun a message."""
         last = next((token_id for token_id in reversed(prompt[-_TAIL:]) if token_id in self.ids), None)
         return Phase.AFTER if last is not None and last == self._ids[_MESSAGE] else Phase.BEFORE
 

@@ -178,7 +178,7 @@ def check_length(
 
 
 def _sampling(request: SamplingRequest, card: ModelCard, *, seed: int, max_tokens: int) -> SamplingParams:
-    """The client's word first, then the model's makers', then neutral."""
+    """Chooses the client's value, else the model's default, else a neutral one."""
     values = {name: getattr(request, name) for name in SamplingParams.__struct_fields__}
     missing = [name for name, value in values.items() if value is None and name not in OF_TOKENS]
     values |= {name: getattr(card, name, 0.0) for name in missing} | {"seed": seed, "max_tokens": max_tokens}

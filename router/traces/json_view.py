@@ -102,7 +102,7 @@ def _decode(record: RequestTrace, decision: Decision) -> str | None:
 
 
 def _measured(record: RequestTrace, expected: LatencyEstimate) -> View:
-    """The first token is counted from the decision that led to it."""
+    """Measures the first token from the decision that led to it."""
     first_s, decided_s = record.timestamps.first_s, record.choices[-1].at_s
     ttft_s = first_s - decided_s if first_s is not None and first_s >= decided_s else None
     tpot_s = _tpot_s(record)

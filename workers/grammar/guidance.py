@@ -209,7 +209,7 @@ class GuidanceGrammars:
         return made.done()
 
     def _give_up(self, gone: _Standing) -> None:
-        """Cancels the compilation of a grammar without users if it has not begun."""
+        """Cancels the compilation of an unused grammar if it has not begun."""
         compiled = gone.compiled
         compiled.num_users -= 1
         if compiled.num_users or not compiled.matcher.cancel():

@@ -47,7 +47,7 @@ def _logit(key):
 
 @triton.jit
 def _weights(logits_L, largest, temperature, floor):
-    """Probabilities times a factor of the row; 0 where min-p's `floor` is not reached."""
+    """Probabilities times a factor of the row; 0 below min-p's `floor`."""
     scaled_L = (logits_L.to(tl.float64) - largest) / temperature
     return tl.where(scaled_L >= floor, tl.exp(scaled_L), 0.0)
 

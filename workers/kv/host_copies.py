@@ -218,7 +218,7 @@ def _blocks_a_piece(block_bytes: int) -> int:
 
 
 def _pinned_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """torch's own pinned memory comes in powers of two: of 40 GiB it would take 64."""
+    """Allocates pinned memory exactly: torch's own comes in powers of two."""
     zeros = roomy_zeros(*shape, dtype=dtype)
     try:
         cudart = _cuda.cudart()

@@ -157,7 +157,7 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
 
 
 def _of_mtp_layers(folder: Path, config: ModelConfig, names: frozenset[str]) -> set[str]:
-    """Tensors of the layers for multi-token prediction, which stand behind the decoder's."""
+    """The tensors of layers for multi-token prediction, which follow the decoder's layers."""
     mtp_names = {name for name in names if name.startswith(config.mtp_prefixes)}
     if mtp_names:
         layers = ", ".join(prefix.split(".")[2] for prefix in config.mtp_prefixes)

@@ -92,7 +92,7 @@ def check_ranks(model: ServedConfig, tp: int, setting: str = "tp", *, expert_par
 
 @lru_cache(maxsize=4)
 def _inspected(path: str, quantize: Quantize, changed_ns: int) -> TransformersConfig:
-    """Seconds of work, once in a process for a config.json that does not change."""
+    """Takes seconds, once for an unchanged config.json."""
     command = [sys.executable, "-m", _INSPECTION, path, quantize]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=_INSPECTION_S, check=False)
     try:

@@ -76,7 +76,7 @@ def place_experts(
 
 
 def _replicated(loads: Sequence[float], num_slots: int) -> list[int]:
-    """How many of the slots each expert gets: at least one."""
+    """Returns the number of slots of each expert, at least one."""
     counts = [1] * len(loads)
     for _ in range(num_slots - len(loads)):
         heaviest = max(range(len(loads)), key=lambda expert: (loads[expert] / counts[expert], -expert))

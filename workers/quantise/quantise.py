@@ -160,7 +160,7 @@ def _rounded(
 
 
 def _words(stream_OW: torch.Tensor) -> torch.Tensor:
-    """int32, rows filled up with zero bits."""
+    """Packs into int32, with zero bits at the end of a row."""
     rest = -stream_OW.shape[1] % 4
     return torch.nn.functional.pad(stream_OW, (0, rest)).contiguous().view(torch.int32)
 

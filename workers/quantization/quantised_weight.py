@@ -173,7 +173,7 @@ class QuantisedWeight:
         }
 
     def _cut_ordered(self, start: int, size: int) -> QuantisedWeight:
-        """Keeps every group: an order spreads a range of inputs over all of them."""
+        """Keeps every group: the order spreads a range of inputs over all of them."""
         assert self.order_I is not None
         columns = ((self.order_I >= start) & (self.order_I < start + size)).nonzero().squeeze(1)
         counts = torch.bincount(self.group_of_column()[columns], minlength=self.scale.num_groups)

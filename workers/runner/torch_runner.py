@@ -336,7 +336,7 @@ class Sampling:
 
 
 def _sums(batch: Batch, hidden_PE: torch.Tensor) -> dict[int, torch.Tensor]:
-    """For each row that is pooled, the sum of its hidden states in float32."""
+    """The float32 sum of hidden states of each pooled row."""
     sums, position = dict[int, torch.Tensor](), 0
     for index, row in enumerate(batch.rows):
         if number := num_pooled(row):

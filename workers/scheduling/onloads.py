@@ -77,7 +77,7 @@ class Onloads:
         ]
 
     def _num_gained(self, found: CachedPrefix) -> int:
-        """Tokens that need not be computed once the pages on the host are loaded."""
+        """Tokens that need not be computed if the pages on the host are loaded."""
         return (found.num_blocks - found.num_here) * self._pool.block_size
 
     def unpin(self, slots: Sequence[int]) -> None:

@@ -378,7 +378,7 @@ class Outgoing:
                 self._leaving.pop(ticket_id, None)
 
     def _leave(self, push: Push) -> None:
-        """Nothing is left to be read; only the time of the remaining transfer matters."""
+        """Called when everything has been read: only the rest of the transfer remains."""
         ticket_id = push.session.ticket.ticket_id
         del self._pushes[ticket_id]
         if push.session.num_sent < push.session.num_offered:
@@ -422,7 +422,7 @@ class Outgoing:
 
 
 def _next_chunk(push: Push) -> Chunk | None:
-    """A plan made since may have preempted it: then it has less."""
+    """The next chunk of a push; a preempted request has fewer blocks than planned."""
     num_computed, complete = push.known
     num_left = push.source.num_computed
     if push.moves:

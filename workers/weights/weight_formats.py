@@ -181,7 +181,7 @@ def read_gptq(config: Fields) -> WeightFormat:
 
 
 def _overrides(config: Fields, whole: GPTQSizes) -> list[tuple[str, GPTQSizes]]:
-    """Reads `dynamic`. Layers whose pattern begins with "-:" are stored as floats, which their tensors show."""
+    """Reads `dynamic`. Layers with a pattern "-:..." are stored as floats."""
     rules, overrides = config.inner("dynamic"), []
     for key in rules.names():
         pattern, excluded = key.removeprefix("+:").removeprefix("-:"), key.startswith("-:")

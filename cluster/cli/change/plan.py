@@ -151,7 +151,6 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 
 def _devices(status: Mapping[str, Any]) -> dict[WorkerRole, int]:
-    """Ranks of a worker, by role."""
     infos = [one["info"] for one in status["workers"] if one["info"]]
     return {WorkerRole(info["role"]): info["layout"]["tp"] for info in infos}
 

@@ -83,7 +83,7 @@ def batch(
 
 
 def _hand_in(client: httpx.Client, file: Path, window: str) -> str:
-    """The new batch's id. The file does not stay where the batch is refused."""
+    """Returns the new batch's id. A file whose batch is refused is deleted."""
     if not WINDOW.fullmatch(window):
         raise Misconfigured(f"--window {window}: give {WINDOWS}", param="window")
     asked = {"endpoint": _endpoint(file), "completion_window": window}

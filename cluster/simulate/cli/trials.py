@@ -161,7 +161,7 @@ def _print_sweep(trials: Sequence[SweepTrial], notes: Sequence[str]) -> None:
 def _try_all(
     scene: Scene, possible: Mapping[ClusterChoice, SimulationConfig], targets: Sequence[PercentileTarget]
 ) -> list[SweepTrial]:
-    """After Ctrl-C there are fewer trials than clusters."""
+    """Tries clusters until Ctrl-C."""
     trials: list[SweepTrial] = []
     with bars(Console(stderr=True)) as bar, suppress(KeyboardInterrupt):
         row = bar.add_task("", total=len(possible))

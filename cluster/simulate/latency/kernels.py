@@ -91,7 +91,7 @@ def elementwise_s(gpu: Gpu, num_bytes: float, num_kernels: int) -> float:
 
 
 def _between_hosts_s(gpu: Gpu, num_hosts: int, num_bytes: float) -> float:
-    """All-reduce over network cards: bytes as in a ring, messages as in a tree."""
+    """All-reduce over network cards: a ring's bytes, a tree's messages."""
     messages_s = 2 * math.ceil(math.log2(num_hosts)) * HOP_S
     return messages_s + num_bytes * 2 * (num_hosts - 1) / num_hosts / gpu.network_rate
 

@@ -42,7 +42,7 @@ def windowed_step_of(rows: Sequence[tuple[int, int]], shares: WindowShares) -> S
 
 
 def _attended(num_tokens: int, window: int | None) -> int:
-    """Pairs of one of the first `num_tokens` positions and one that it attends to."""
+    """Counts pairs of a position below `num_tokens` and a position to which it attends."""
     growing = num_tokens if window is None else min(num_tokens, window)
     return growing * (growing + 1) // 2 + (num_tokens - growing) * growing
 

@@ -285,7 +285,6 @@ class Device:
         return StepOutput(rows=tuple(outputs))
 
     def _tokens(self, row: Row) -> Sequence[int]:
-        """Returns the row's tokens, with its drafts or the token that the previous step sampled."""
         if row.depends_on_row is None:
             return row.token_ids + row.draft_ids
         token_ids = self._output.rows[row.depends_on_row].token_ids
@@ -356,7 +355,7 @@ class Device:
             self._write_table(table, start, (before + np.cumsum(values)) % MODULUS)
 
     def _write_table(self, table: Sequence[int], start: int, values: Any) -> None:
-        """A page's first position clears the old content."""
+        """Writes values into a table. A page's first position clears its old content."""
         size, stop = self._block_size, start + len(values)
         first_full, stop_full = -(-start // size), stop // size
         if first_full < stop_full:

@@ -254,7 +254,7 @@ class SimulatedEngineLoop:
         return device.now_s if engine.num_steps != num_steps or engine.num_in_flight else None
 
     def _publish_step(self, *, shows: bool | None = None) -> None:
-        """Publishes everything since the last message. `shows`: another step has ended, which gateways wait for."""
+        """Publishes everything since the last message. `shows`: gateways wait for this step."""
         updates, self._updates = self._updates, []
         self._count_gaps()
         self._num_calm += 1

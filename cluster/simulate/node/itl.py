@@ -67,7 +67,6 @@ class Gaps:
         return num_awaited
 
     def _begin(self, job: str, request_id: str) -> float | None:
-        """Returns the time of the previous attempt's last token, at an attempt's first token."""
         before, self._attempts[job] = self._attempts[job], request_id
         return self._last_s.pop(before, None)
 

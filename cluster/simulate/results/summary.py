@@ -178,7 +178,6 @@ def _is_time(name: str) -> bool:
 
 
 def _hits(outcome: SimulationOutcome, report: Report) -> CacheHitShares:
-    """Divides cached tokens as workers counted host and pulled ones."""
     host = sum(life.load.host.num_hit_tokens for life in outcome.served if life.load.host is not None)
     pulled = sum(life.load.num_pulled_tokens for life in outcome.served)
     num_cached = max(1, host + pulled, sum(record.num_cached or 0 for record in outcome.records))
@@ -265,7 +264,7 @@ def _drafts(served: Sequence[WorkerLife]) -> DraftSummary | None:
 
 
 def _looking_s(latency: Latency, record: RequestRecord) -> float:
-    """The time that a prompt's computed part takes longer because it attends to the cached part."""
+    """Extra seconds of a prompt's computed part for attention to the cached part."""
     cached = record.num_cached or 0
     computed = record.num_prompt - cached
     if not cached or computed < 1:

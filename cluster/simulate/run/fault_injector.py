@@ -94,7 +94,7 @@ class Trouble:
         return True
 
     async def _while_it_lasts(self, fault: Fault) -> None:
-        """A long fault ends soon after the load."""
+        """Ends a long fault soon after the load."""
         if fault.duration_s <= LATEST_S:
             return await asyncio.sleep(fault.duration_s)
         with suppress(TimeoutError):

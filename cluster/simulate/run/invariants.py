@@ -106,7 +106,7 @@ class Invariants:
             assert silent_s < self._patience_s, f"{request.request_id} has heard nothing for {silent_s:.1f} s"
 
     def _check_orphans(self) -> None:
-        """A worker releases its work for an ended request after the running step."""
+        """Checks that a worker releases ended requests after the running step."""
         now, seen = self._loop.time(), self._orphans
         self._orphans = {}
         for worker in self._deployment.workers.values():
@@ -150,7 +150,7 @@ class Invariants:
             self._check_index(gateway, self._deployment.workers[member.worker_id])
 
     def _check_index(self, gateway: SimulatedGateway, worker: SimulatedWorker) -> None:
-        """A gateway with all events knows exactly the cached blocks."""
+        """Checks that a gateway with all events has exactly the cached blocks."""
         log, received = worker.log, gateway.fleet.feed.position(worker.worker_id)
         published = (log.incarnation, log.next_seq)
         assert received <= published, f"{gateway.name} has heard of {received}, {worker.worker_id} has said {published}"

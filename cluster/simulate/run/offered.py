@@ -92,7 +92,6 @@ def _prompt_s(spec: Spec, request: OfferedRequest) -> float:
 
 
 def _answer_s(spec: Spec, work: Sequence[OfferedRequest]) -> float:
-    """Steps have as many rows as memory and `max_num_seqs` allow."""
     num_tokens = sum(request.num_output - 1 for request in work)
     if not num_tokens:
         return 0.0

@@ -189,7 +189,7 @@ def _brimful(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
-    """Slow transfers, pulled prefixes, and lanes that are held up, cut or lose an end meanwhile."""
+    """Slow transfers and pulled prefixes, with lanes that are held up, cut or lose an end."""
     rng = random.Random(f"{seed} torn")
     is_slow = random.Random(f"{seed} slow").random() < 0.5
     load = _load(seed, rng.choice((16, 48)), rng.choice((10.0, 40.0)), (1, 64), (1, 16))
@@ -209,7 +209,7 @@ def _torn(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _lasting(seed: int, config: SimulationConfig) -> SoakTrial:
-    """Long answers: workers are lost, stopped and drained several times during one."""
+    """Long answers whose workers are lost, stopped and drained several times."""
     rng = random.Random(f"{seed} lasting")
     num_requests, rate = rng.choice((4, 8)), rng.choice((3.0, 20.0))
     load = _load(seed, num_requests, rate, (1, rng.choice((16, 64))), (64, rng.choice((128, 256))))
@@ -227,7 +227,7 @@ def _lasting(seed: int, config: SimulationConfig) -> SoakTrial:
 
 
 def _slow_lane(seed: int, config: SimulationConfig) -> SoakTrial:
-    """One conversation without a fault, whose KV travels for longer than a lease."""
+    """One conversation without a fault whose KV travels for longer than a lease."""
     rng = random.Random(f"{seed} slow lane")
     num_turns, length = rng.choice((2, 4)), rng.choice((200, MAX_PROMPT))
     load = _load(seed, num_turns, 1.0, (length, length), (4, 16))
@@ -412,6 +412,6 @@ def _pools(rng: random.Random) -> PoolsConfig:
 
 
 def _hurried(session: UserSession, *, read_s: float = 0.0) -> UserSession:
-    """Short pauses: the soak looks for faults in turns, not between them."""
+    """Shortens pauses: the soak looks for faults in turns, not between them."""
     turns = tuple(replace(turn, pause_s=turn.pause_s / 20, read_s=read_s) for turn in session.turns)
     return replace(session, turns=turns)

@@ -227,7 +227,6 @@ def assistant(load: GeneratedLoad) -> list[UserSession]:
 
 
 def _talk(number: int, begin_s: float, speed: float, rng: random.Random) -> list[tuple[float, SessionTurn]]:
-    """Returns a conversation's turns, each with its time if answers take no time."""
     own = PrefixSpan(key=(_OWN, number * 1000), num_tokens=_tokens(_FIRST, rng))
     turn = SessionTurn(
         spans=(PrefixSpan(key=(_SYSTEM, 0), num_tokens=SYSTEM_TOKENS), own), num_output=_tokens(_ANSWER, rng)

@@ -329,7 +329,7 @@ class CollectiveReceiver(_LanesEnd[Arrived | LaneLost, Inbox]):
         self._changed.notify_all()
 
     def _lost(self, inbox: Inbox, reason: Exception, final: bool) -> None:
-        """Payloads that have arrived completely stay: they may still be landed."""
+        """Drops incomplete payloads. Complete ones may still be landed."""
         self._clear(inbox)
         with self._changed:
             if final:
@@ -342,7 +342,7 @@ class CollectiveReceiver(_LanesEnd[Arrived | LaneLost, Inbox]):
         return super()._over(inbox)
 
     def _clear(self, inbox: Inbox) -> None:
-        """Its wire is gone: chunks on their way are lost, wanted or not."""
+        """Drops all chunks on their way: the wire is gone."""
         inbox.clear()
         with self._changed:
             if self._lanes.get(inbox.lane.peer, inbox) is inbox:

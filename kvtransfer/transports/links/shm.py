@@ -305,7 +305,7 @@ class ShmListener:
 
 
 def _hello(message: bytes) -> tuple[int, bytes]:
-    """A rank and its token; for any other message a token that no rank has."""
+    """Reads a rank and its token; any other message gives a token that no rank has."""
     return _HELLO.unpack(message) if len(message) == _HELLO.size else (0, b"")
 
 

@@ -106,7 +106,7 @@ class RendezvousServer:
                     (self._hear if key.fileobj in self._clients else self._examine)(key.fileobj)
 
     def _pause(self, error: OSError) -> None:
-        """Stops accepting for a while: the waiting connection would wake the selector without end."""
+        """Stops accepting for a while: otherwise the waiting connection would wake the selector again and again."""
         if not self._full:
             log.error("no new lane can connect: %s; raise this worker's limit", error.strerror)
         self._full = True

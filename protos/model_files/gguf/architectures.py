@@ -86,7 +86,7 @@ def _biases(facts: GGUFFacts) -> Config:
 
 
 def _llama(facts: GGUFFacts) -> Config:
-    """Mistral's models are written as llama, and Mixtral's, with experts."""
+    """Mistral and Mixtral are stored as llama, Mixtral with experts."""
     count, window = facts.own.integer_or("expert_count", 0, minimum=0), facts.own.integer_or(WINDOW, 0, minimum=0)
     found: Config = {"sliding_window": window} if window else {}
     if count:
@@ -122,7 +122,7 @@ def _gemma3(facts: GGUFFacts) -> Config:
 
 
 def _olmo2(facts: GGUFFacts) -> Config:
-    """OLMo 3's files have windows, and layers with one rotate without scaling."""
+    """In OLMo 3, layers with a window rotate without scaling."""
     if not facts.own.integer_or(WINDOW, 0, minimum=0):
         return {}
     local = {"rope_type": "default", "rope_theta": facts.own.number_or("rope.freq_base_swa", facts.rope["rope_theta"])}
@@ -180,7 +180,7 @@ def _cohere2(facts: GGUFFacts) -> Config:
 
 
 def _starcoder2(facts: GGUFFacts) -> Config:
-    """No key has the window: llama.cpp attends to everything. Every published model's is 4096."""
+    """The window is 4096, as in every published model: no key has it, and llama.cpp attends to everything."""
     return {"use_bias": facts.biased("attn_q"), "sliding_window": facts.own.integer_or(WINDOW, 4096)}
 
 
@@ -189,12 +189,12 @@ def _chosen(facts: GGUFFacts) -> Config:
 
 
 def _qwen2moe(facts: GGUFFacts) -> Config:
-    """Weights are the softmax's."""
+    """The routing weights come from the softmax over all experts."""
     return _qwen(facts, norm_topk_prob=False, shared="expert_shared_feed_forward_length")
 
 
 def _qwen3moe(facts: GGUFFacts) -> Config:
-    """Weights sum to 1."""
+    """The routing weights sum to 1."""
     return _qwen(facts, norm_topk_prob=True, shared=None)
 
 

@@ -125,7 +125,7 @@ def _array(fields: Fields, key: str, kind: str, count: int | None = None) -> lis
 
 
 def _unique(fields: Fields, texts: list[str]) -> list[str]:
-    """Empty ones get a name, as in llama.cpp."""
+    """Names empty texts, as llama.cpp does."""
     named = [text or f"[EMPTY_{index}]" for index, text in enumerate(texts)]
     if len(set(named)) < len(named):
         again = next(text for text, count in Counter(named).items() if count > 1)

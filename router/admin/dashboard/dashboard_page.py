@@ -26,7 +26,6 @@ SCRIPTS = ("nodes.js", "charts.js", "timeline.js", "playground.js", "lanes.js", 
 
 @cache
 def _parts() -> tuple[str, dict[str, str], dict[str, str]]:
-    """The template, what stands in it, and the headers."""
     style = (_HERE / "style.css").read_text(encoding="utf-8")
     script = "".join((_HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
     template = (_HERE / "page.html").read_text(encoding="utf-8")
@@ -56,18 +55,17 @@ async def page(gateway: Gateway, request: Request) -> Response:
 
 
 def _links(models: Sequence[str]) -> str:
-    """The pages of the other models behind this address."""
     links = [f'<a href="models/{quote(name)}/">{escape(name)}</a>' for name in models]
     return f'\n  <nav class="dim" aria-label="Other models">beside it: {", ".join(links)}</nav>' if links else ""
 
 
 def _filled(template: str, values: dict[str, str]) -> str:
-    """Fills in all placeholders in one pass: inserted text is not searched for more."""
+    """Fills in all placeholders in one pass, so that inserted text is not searched."""
     return re.sub(r"{{(\w+)}}", lambda place: values[place[1]], template)
 
 
 def _policy(style: str, script: str) -> str:
-    """Allows these two texts only, data from this origin, no frames, and no strings as HTML."""
+    """Allows only these two texts, data from this origin, no frames, and no strings as HTML."""
     return (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"

@@ -84,7 +84,7 @@ def _append(messages: list[Template], message: Template) -> None:
 
 
 def _append_turn(messages: list[Template], role: str, blocks: Sequence[OpenBody], where: str, ignored: Ignored) -> None:
-    """A user's turn: each tool's result is a turn of its own."""
+    """Appends a user's turn. Each tool's result is a turn of its own."""
     texts: list[Template] = []
     is_empty = True
     for place, block in placed(blocks, where):

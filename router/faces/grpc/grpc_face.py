@@ -188,7 +188,6 @@ class _Inference(pb_grpc.InferenceServicer):
 
     @contextmanager
     def _measured(self, endpoint: str, name: str, context: Context) -> Iterator[Track]:
-        """With a line in the access log, if that is kept."""
         clock = asyncio.get_running_loop().time
         begun_s, track = clock(), self._gateway.metrics.track(endpoint)
         try:
@@ -355,7 +354,6 @@ def _asked(request: pb.GenerateRequest) -> SamplingRequest:
 
 
 def _speculation(given: pb.Speculation) -> SpeculationParams:
-    """-1 stands for a `max_drafts` of 0, which is refused."""
     return SpeculationParams(
         mode="off" if given.HasField("enabled") and not given.enabled else "",
         max_drafts=(given.max_drafts or -1) if given.HasField("max_drafts") else 0,
@@ -380,7 +378,6 @@ def _grammar(sampling: pb.Sampling, form: str, *, compact: bool) -> str:
 
 
 def _fields(piece: TextDelta) -> dict[str, Any]:
-    """The fields that a chunk and a choice have alike."""
     return {
         "index": piece.index, "text": piece.text, "token_ids": piece.token_ids,
         "logprobs": _logprobs(piece.logprobs), "finish_reason": piece.finish_reason or "",

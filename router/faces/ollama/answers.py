@@ -73,7 +73,7 @@ def _turn(gateway: Gateway, request: Request, body: OllamaBody, messages: list[L
 
 
 def _thinking(gateway: Gateway, body: OllamaBody) -> Thinking:
-    """A model that does not reason is not asked to."""
+    """Never requests reasoning of a model that does not reason."""
     if not knows_effort(gateway) or body.think is None:
         return Thinking()
     return Thinking(is_on=body.think) if isinstance(body.think, bool) else Thinking(effort=body.think)
@@ -156,7 +156,6 @@ class _OllamaRenderer(TurnRenderer):
         return self._head | self._fields(text, calls, thoughts) | self._ending(usage)
 
     def _ending(self, usage: Usage) -> Line:
-        """Durations in nanoseconds. `prompt_eval_duration` includes the wait for a worker."""
         end_s = loop_time()
         first_s = self._track.times(0).first_s or end_s
         return {

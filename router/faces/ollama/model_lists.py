@@ -83,7 +83,7 @@ def _modified(gateway: Gateway) -> str:
 
 
 def _details(gateway: Gateway) -> dict[str, Any]:
-    """Ollama's description of a model, "" for what is not known here: its number of parameters."""
+    """Describes a model as Ollama does; unknown values are ""."""
     card, weights = gateway.card, stored_as(gateway) or ""
     return {
         "parent_model": card.parent or "", "format": "", "family": card.family,

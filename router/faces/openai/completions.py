@@ -188,7 +188,6 @@ def _best(choices: Sequence[TextDelta], num_made: int, num_returned: int) -> lis
 
 
 def _likelihood(whole: TextDelta) -> float:
-    """A choice without logprobs ranks last."""
     if not whole.logprobs:
         return -math.inf
     return sum(one.chosen.logprob for one in whole.logprobs) / len(whole.logprobs)

@@ -31,7 +31,7 @@ MAX_OPTIONS = 64  # names in a chat template
 
 
 def _described(refusals: Mapping[str, Harmless]) -> ConfigDict:
-    """A body's JSON Schema includes parameters that are accepted without effect."""
+    """Adds parameters that are accepted without effect to a body's JSON Schema."""
 
     def add(schema: dict[str, Any]) -> None:
         schema["properties"] |= {name: dict(one.schema) for name, one in refusals.items() if name not in OF_VLLM}
@@ -190,7 +190,6 @@ Content = str | Annotated[list[TextPart], FirstWrong()]
 
 
 def _prepared(found: Mapping[str, Any], harmless: Mapping[str, Harmless]) -> dict[str, Any]:
-    """A body whose messages have harmless fields, too."""
     kept = without_harmless(found, harmless)
     messages = kept.get("messages")
     if isinstance(messages, list):

@@ -73,7 +73,7 @@ def conversation_of(body: InputBody, ignored: Ignored) -> list[Template]:
 
 
 def _assistant(messages: list[Template], thoughts: list[str]) -> Template:
-    """The assistant's turn that a call belongs to, with the reasoning before the call."""
+    """Returns the assistant's turn of a call, with the reasoning before the call."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
     turn = messages[-1]

@@ -95,7 +95,6 @@ class _ResponseRenderer(TurnRenderer):
         self._head = self._described(body)
 
     def _described(self, body: ResponsesBody) -> Event:
-        """The fields that are the same in every state."""
         sampling = self.ask.jobs[0].sampling
         sent = body.model_dump(include={"tools", "tool_choice"}, exclude_unset=True)
         form = body.text.format if body.text is not None and body.text.format is not None else None
@@ -200,7 +199,7 @@ class _ResponseRenderer(TurnRenderer):
         self._is_open = True
 
     def _close(self, status: str) -> list[Event]:
-        """The last events of the item that is not complete, if there is one."""
+        """Ends the open item, if there is one."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -242,14 +241,13 @@ def usage_of(usage: Usage) -> Event:
 
 
 def _text_part(kind: str, text: str) -> Event:
-    """The only part of a message, or of reasoning."""
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _error(error: BatonError) -> Event:
-    """Codex looks for these codes, and for the time to wait in the message."""
+    """Uses the codes that Codex expects, and gives the time to wait in the message."""
     code, message = "server_error", error.message
     if isinstance(error, ContextLengthExceeded):
         code = "context_length_exceeded"

@@ -112,7 +112,7 @@ def sums(
 
 
 def _by_kind(whole: UsageSum, row: Row) -> Iterator[UsageSum]:
-    """Charges in rows of versions that did not tell kinds apart are of the kind "unknown"."""
+    """Charges of old versions have the kind "unknown"."""
     left_usd = whole.charged_usd
     parts: Mapping[str, Any] = {"start_s": whole.start_s, "end_s": whole.end_s}
     for kind, names in _OF_KIND.items():
@@ -132,7 +132,7 @@ def _check_kept(rows_from_s: int, since_s: int, until_s: int, bucket_s: int | No
 
 
 def _sum(name: str) -> str:
-    """Postgres sums whole numbers to a decimal."""
+    """Casts a sum: Postgres would return a decimal."""
     return f"CAST(sum({name}) AS BIGINT)" if name in WHOLE or name == "requests" else f"sum({name})"
 
 

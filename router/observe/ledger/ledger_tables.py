@@ -91,7 +91,7 @@ def _tables(transaction: Transaction) -> dict[str, str]:
 
 
 def _column(transaction: Transaction, name: str) -> str:
-    """SQLite has NULL for what is no number; Postgres would add it to the sums."""
+    """Refuses NaN, which SQLite stores as NULL: Postgres would add it to the sums."""
     column = f"{name} {_TYPES[_KINDS[name]]} NOT NULL"
     is_checked = transaction.dialect == "postgres" and _KINDS[name] == "float"
     return f"{column} CHECK ({name} < 'Infinity')" if is_checked else column
@@ -131,7 +131,7 @@ def _prepare_sums(transaction: Transaction, table: str, width_s: int) -> None:
 
 
 def _restore_sums(transaction: Transaction, table: str, known: set[str]) -> None:
-    """Added columns are zero; groups that no longer exist become one."""
+    """Restores the sums after a change of columns: new ones are zero, and groups that no longer exist are joined."""
     groups = [name if name in known else _nothing(name) for name in GROUPS]
     summed = [f"sum({name if name in known else _nothing(name)})" for name in ("requests", *_ADDED)]
     transaction.run(
@@ -157,7 +157,7 @@ def _begin(transaction: Transaction, at_s: str, width_s: int) -> str:
 
 
 def _triggers(transaction: Transaction, table: str, width_s: int) -> Iterator[str]:
-    """A replaced row leaves its sums and enters those of its new group."""
+    """A replaced row is subtracted from its old sums and added to its new group."""
     enters = (
         f"INSERT INTO {table} ({_KEY}, requests, {', '.join(_ADDED)}) VALUES ("
         f"{_begin(transaction, 'new.at_s', width_s)}, {', '.join(f'new.{name}' for name in GROUPS)}, 1, "

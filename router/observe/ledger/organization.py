@@ -147,7 +147,7 @@ def _charge(row: UsageSum, by: Sequence[str]) -> dict[str, Any]:
 
 
 def _names(row: UsageSum, by: Sequence[str], shown: Sequence[str]) -> dict[str, str | None]:
-    """Null for what is not grouped by, as OpenAI has it."""
+    """Ungrouped names are null, as OpenAI has it."""
     return {name: row.group[GROUPS[name]] if name in by and name in GROUPS else None for name in shown}
 
 

@@ -151,7 +151,7 @@ class TextAndCalls:
         """Ends a call that is being read, and takes its text."""
 
     def _opened(self, mark: str) -> None:
-        """A mark was read: sets the state. The mark is the end of the `_opening`."""
+        """Sets the state after a mark was read."""
         raise NotImplementedError
 
     def _text(self, parts: list[Part]) -> bool:

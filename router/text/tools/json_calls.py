@@ -80,7 +80,7 @@ class ObjectCalls(TextAndCalls):
         return True
 
     def _between(self, parts: list[Part]) -> bool:
-        """Behind an object, where brackets are dropped."""
+        """Reads text after an object. Brackets are dropped."""
         rest = self._held.lstrip()
         following = rest[1:].lstrip() if rest[:1] in (",", ";") else rest
         if not following or may_begin(following, self._behind) == len(following):

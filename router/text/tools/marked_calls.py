@@ -57,7 +57,7 @@ class MarkedCalls(TextAndCalls):
         return True
 
     def _fence(self, parts: list[Part]) -> bool:
-        """Before the arguments, where a fence of Markdown may stand."""
+        """Reads text before the arguments, where a Markdown fence may be."""
         self._held = self._held.lstrip()
         if any(len(fence) > len(self._held) and fence.startswith(self._held) for fence in _FENCES):
             return False

@@ -182,7 +182,7 @@ def _sources() -> list[Path]:
 
 
 def _compile(compiler: str, flags: Sequence[str], made: Path, timeout_s: float) -> None:
-    """All sources at once: they are as many processes."""
+    """Compiles all sources in parallel."""
     parts = {name: str(made.with_name(f"{name}.o")) for name in _SOURCES}
 
     def compile_one(name: str) -> None:

@@ -208,7 +208,7 @@ class PackedQuantised(PanelProduct):
         )
 
     def _of_groups(self, numbers_OG: torch.Tensor, num_groups: int) -> torch.Tensor:
-        """[panels, num_groups, 16], zeros where there is no output or group."""
+        """Reshapes to [panels, num_groups, 16], padded with zeros."""
         packed = roomy_zeros(len(self._order) // _PANEL, num_groups, _PANEL, dtype=numbers_OG.dtype)
         there_O = self._order >= 0
         rows = torch.zeros(len(self._order), numbers_OG.shape[1], dtype=numbers_OG.dtype)
@@ -324,7 +324,7 @@ def _small_table(table: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _times(values: torch.Tensor, factor: float) -> torch.Tensor:
-    """In its own dtype where that is exact, else in float32."""
+    """Multiplies in the tensor's dtype if that is exact, else in float32."""
     products = values.float() * factor
     return products.to(values.dtype) if torch.equal(products.to(values.dtype).float(), products) else products
 

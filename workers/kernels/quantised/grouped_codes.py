@@ -268,7 +268,7 @@ _UNSIGNED_PAIRS, _SIGNED_PAIRS = 1, 2
 
 
 def _pairs_of(weight: GroupedCodes, dtype: torch.dtype) -> int:
-    """Whether `_pairs` makes the levels, and of codes around 8 (`_SIGNED_PAIRS`); else 0."""
+    """`_SIGNED_PAIRS` for codes around 8, else `_UNSIGNED_PAIRS`; 0 if `_pairs` does not compute the levels."""
     if weight.low_bits + weight.high_bits != 4 or weight.table is not None or dtype != torch.bfloat16:
         return 0
     return _SIGNED_PAIRS if isinstance(weight.zero, int) and weight.zero == _MIDDLE else _UNSIGNED_PAIRS

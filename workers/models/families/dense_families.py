@@ -255,7 +255,7 @@ def _exaone4_windows(config: Fields, num_layers: int) -> Windows:
 
 
 def _exaone4_ropes(config: Fields, windows: Windows, sizes: RopeSizes) -> Ropes:
-    """Where the model has windows, layers without one do not rotate."""
+    """In a model with windows, full layers do not rotate."""
     return (rope_where_windowed if "sliding_window" in config else one_rope)(config, windows, sizes)
 
 

@@ -172,7 +172,7 @@ def _qwen_experts(
 def _sigmoid_experts(
     config: Fields, num_layers: int, *, num_experts: int, groups: tuple[int, int], factor: float, first_sparse: int
 ) -> ExpertsConfig:
-    """DeepSeek-V3's router, which GLM-4-MoE has, too. `groups` are the defaults of `n_group` and `topk_group`."""
+    """The router of DeepSeek-V3 and GLM-4-MoE. `groups`: defaults of `n_group` and `topk_group`."""
     numbers = _numbers(config, "n_routed_experts", num_experts, 8)
     _require(config, "scoring_func", config.text_or("scoring_func", "sigmoid"), ("sigmoid",))
     _require(config, "topk_method", config.text_or("topk_method", "noaux_tc"), ("noaux_tc",))
@@ -232,7 +232,7 @@ def _numbers(config: Fields, key: str, default: int, chosen: int | None) -> _Num
 def _grouped(
     config: Fields, routing: ExpertRouting, *, smallest: int, defaults: tuple[int, int] | None = None
 ) -> ExpertRouting:
-    """With `n_group` and `topk_group`; a group has at least `smallest` experts."""
+    """Reads `n_group` and `topk_group`; a group has at least `smallest` experts."""
     num_experts, num_chosen = routing.num_experts, routing.num_chosen
     if defaults is None:
         num_groups, num_chosen_groups = config.integer("n_group"), config.integer("topk_group")

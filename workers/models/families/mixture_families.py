@@ -23,7 +23,7 @@ from workers.models.families.layer_windows import Windows, no_windows, windows_b
 
 
 def _mixtral_windows(config: Fields, num_layers: int) -> Windows:
-    """Every layer has the same window, or, where the field is absent, none."""
+    """Every layer has the same window; none if the field is absent."""
     return (config.integer_or("sliding_window", None),) * num_layers
 
 
@@ -38,7 +38,7 @@ MIXTRAL = Family(
 
 
 def _qwen2_moe_windows(config: Fields, num_layers: int) -> Windows:
-    """`layer_types` names them, else they are every second layer's, from the first to before `max_window_layers`."""
+    """The layers of `layer_types`, else every second layer from the first to before `max_window_layers`."""
     if config.texts("layer_types") or not config.flag("use_sliding_window"):
         return windows_by_layer(config, num_layers)
     window, end = config.integer_or("sliding_window", 4096), config.integer_or("max_window_layers", 28, minimum=0)
@@ -85,7 +85,7 @@ GLM4_MOE = Family(
 
 
 def _glm4_moe_lite_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
-    """`mlp_layer_types` says which layers are sparse; without it all but the first are."""
+    """The sparse layers of `mlp_layer_types`; by default all but the first."""
     experts, types = glm4_experts(config, num_layers), config.texts("mlp_layer_types")
     if experts is None or not types:
         return experts
@@ -120,7 +120,7 @@ GLM4_MOE_LITE = Family(
 
 
 def _gpt_oss_windows(config: Fields, num_layers: int) -> Windows:
-    """`layer_types` names the layers that have one, else every second one has, from the first on."""
+    """The layers of `layer_types`, else every second layer from the first."""
     default = tuple("full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers))
     types, window = config.texts("layer_types") or default, config.integer_or("sliding_window", 128)
     if len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}:

@@ -83,7 +83,7 @@ class LatentAttention:
         return self._out(self._kernels.head_products(out_TNL, values_NLP).flatten(1))
 
     def _order(self, num_still: int) -> tuple[int, ...]:
-        """The order of a head's outputs: `num_still`, then those that turn."""
+        """The order of a head's outputs: `num_still` unrotated ones first."""
         size = self._latent.rope_dim
         turned = head_order(size, size, interleaved=self._latent.interleaved) or tuple(range(size))
         order = (*range(num_still), *(num_still + place for place in turned))
@@ -152,5 +152,5 @@ class LatentAttention:
 
 
 def _normed(norm: RMSNorm, x_TI: torch.Tensor) -> torch.Tensor:
-    """Normalises columns cut out of wider rows: kernels take them as a head."""
+    """Normalises columns of wider rows: kernels read them as a head."""
     return norm(x_TI.unsqueeze(1)).squeeze(1)

@@ -115,7 +115,7 @@ class SelfAttention:
 def _head_norm(
     context: LayerContext, name: str, config: ModelConfig, total: int, share: range, order: tuple[int, ...]
 ) -> RMSNorm | AllHeadsNorm:
-    """The norm of queries or keys: `total` numbers, of which this rank has a share."""
+    """The norm of queries or keys: `total` numbers over all ranks."""
     kind = config.norm
     if config.qk_norm == "head":
         return RMSNorm(context, name, config.head_dim, kind.eps, offset=kind.offset, wide=kind.wide, order=order)

@@ -59,7 +59,7 @@ def named(fields: Fields) -> str:
 
 
 def _refuse_fields(name: str, fields: Fields) -> None:
-    """Refuses what config.json shows by itself, without transformers."""
+    """Refuses by config.json, without transformers."""
     if fields.flag("is_encoder_decoder"):
         raise refused(name, _ENCODER)
     text = fields.inner("text_config")
@@ -81,7 +81,7 @@ def _refuse_layer_types(name: str, layer_types: Collection[str]) -> None:
 
 
 def _refuse_layers(name: str, config: Any) -> None:
-    """Refuses what a pass without numbers cannot show."""
+    """Refuses by the layers, for what a pass on the meta device does not show."""
     _refuse_layer_types(name, getattr(config, "layer_types", None) or ())
     if any(parameters.get("rope_type") == "dynamic" for parameters in rope_parameters(config)):
         raise refused(name, "its rope (dynamic) depends on the length of all sequences of a batch")

@@ -126,7 +126,7 @@ def _has_bias(module: torch.nn.Module) -> bool:
 
 
 def _check_heads(name: str, config: TransformersConfig) -> None:
-    """The cache has as many heads in each layer; layers with fewer repeat theirs."""
+    """Layers with fewer key heads repeat them: the cache has equally many in each layer."""
     for call in config.calls:
         if config.num_kv_heads % call.num_kv_heads or call.num_heads % config.num_kv_heads:
             raise refused(

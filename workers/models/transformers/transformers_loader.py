@@ -198,7 +198,6 @@ def _check_complete(folder: Path, model: Any) -> None:
 
 
 def _stored_as(traced: TracedModel, source: ConvertedSource) -> str:
-    """The encoding and the class: "BF16, layers by transformers 5.23.0 (GPTNeoXForCausalLM)"."""
     dtypes = sorted({source.describe(name).dtype for name in source.names() if name.endswith("weight")})
     label = traced.weight_format.label if traced.weight_format else "-".join(dtypes)
     config = traced.config

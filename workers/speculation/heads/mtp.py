@@ -41,7 +41,7 @@ def load_mtp(path: str, target: Decoder) -> MTPHead:
 
 
 def _with_one_more_layer(config: ModelConfig) -> ModelConfig:
-    """The config with a layer behind the last, which is like it."""
+    """A config with one more layer like the last."""
     experts = config.experts
     return replace(
         config,

@@ -153,7 +153,6 @@ class HeadProposer(ModelProposer[_Headed]):
         return (num_drafts - 1) * self._cost.seconds(num_rows)
 
     def _max_drafts(self, request_id: str, max_drafts: int) -> int:
-        """A draft is the entry before it, which has a position."""
         return min(max_drafts, self._limits.max_len - num_tokens(self._sequences[request_id].sequence) + 2)
 
     def _first_entry(self, row: ComputedRow) -> int:

@@ -102,6 +102,5 @@ def _sample(placed: _Placed, head: int) -> Sample:
 
 
 def _leading(ids: Sequence[int]) -> tuple[int, ...]:
-    """The leading ids, up to the first that could not be chosen."""
     stop = next((place for place, token_id in enumerate(ids) if token_id < 0), len(ids))
     return tuple(ids[:stop])

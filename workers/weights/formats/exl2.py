@@ -82,7 +82,7 @@ class EXL2Weight:
         return made
 
     def _sizes(self, groups: torch.Tensor) -> list[tuple[int, int, int]]:
-        """(bits, first row, last row) of each group. Row numbers are 16 bits wide, and wrap."""
+        """Returns (bits, first row, last row) of each group. Row numbers have 16 bits and wrap."""
         numbers = [number & 0xFFFF for number in groups.tolist()]
         bits, starts = numbers[::2], numbers[1::2]
         ends = [*starts[1:], self._q_weight.shape[0]]
