@@ -17,6 +17,8 @@ log = logging.getLogger("baton")
 
 PATIENCE_S = 10.0
 """A process that has not answered for this long is killed."""
+START_S = 60.0
+"""Python and its imports take a second of a core, which a busy machine may not have."""
 
 
 class LimitedProcessEnded(Exception):
@@ -40,7 +42,7 @@ class LimitedProcess:
 
     def __init__(self, script: Path) -> None:
         self._ours, theirs = socket.socketpair()
-        self._ours.settimeout(PATIENCE_S)
+        self._ours.settimeout(START_S)
         with theirs:
             command = [sys.executable, "-P", str(Path(limited_server.__file__)), str(script)]
             devnull = subprocess.DEVNULL
@@ -50,6 +52,7 @@ class LimitedProcess:
             self._read()
         except OSError as error:
             raise RuntimeError(f"the process does not start: {command}") from error
+        self._ours.settimeout(PATIENCE_S)
 
     def ask(self, request: bytes, cpu_s: float) -> bytes:
         """Raises LimitedProcessEnded if the process died; TimeoutError if it was killed because it did not answer."""

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
+from protos.limited import limited_process
+from router.text.grammar import checker
 from tests.unit.router.fake_cluster import Cluster
+
+
+@pytest.fixture(autouse=True)
+def _waits_for_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that compile grammars and fill templates in answer, however long they take to get a core."""
+    monkeypatch.setattr(limited_process, "PATIENCE_S", 100.0)
+    monkeypatch.setattr(checker, "WAIT_S", 100.0)
 
 
 @pytest.fixture
