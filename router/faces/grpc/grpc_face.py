@@ -125,6 +125,8 @@ class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gener
                 await context.write(message)
         except TimeoutError:
             raise Cancelled(f"the client has read nothing for {self._stall_s:g} s") from None
+        except grpc.aio.InternalError:  # a message that waited for room when the call ended
+            raise Cancelled("the client has gone") from None
 
     async def _first(self, messages: AsyncIterator[bytes], decode: Callable[[bytes], Any]) -> Any:
         try:

@@ -41,7 +41,8 @@ async def calling(script: Script | None = None, **changes: Any) -> AsyncIterator
     face = GrpcFace(make_gateway(generate, **changes), host="127.0.0.1", port=0, health_period_s=0.001)
     port = await face.start()
     try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        # A window that does not grow is full after a few messages.
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.http2.bdp_probe", 0)]) as channel:
             yield channel, generate
     finally:
         await face.stop()
@@ -266,7 +267,7 @@ async def test_a_client_that_goes_away_ends_its_jobs(n: int) -> None:
 
 async def test_a_client_that_takes_nothing_is_cut_and_its_jobs_end() -> None:
     def script(job: Job) -> Iterator[TokenDelta]:
-        while True:  # more than the windows and buffers of any connection hold
+        while True:  # more than the window of the connection holds
             yield TokenDelta(token_ids=tuple(ids_of("x")) * 2_000)
 
     async with calling(script, stall_s=0.1, metrics=(metrics := RequestMetrics())) as (channel, generate):
@@ -288,10 +289,10 @@ async def test_workers_learn_that_a_client_takes_nothing_and_that_it_reads_on() 
 
     def script(job: Job) -> Iterator[TokenDelta]:
         job.client.send = send
-        while True:  # more than the windows and buffers of any connection hold
+        while True:  # more than the window of the connection holds
             yield TokenDelta(token_ids=tuple(ids_of("x")) * 2_000)
 
-    async with calling(script) as (channel, generate), asyncio.timeout(60):
+    async with calling(script) as (channel, generate):
         call: Any = pb_grpc.InferenceStub(channel).Generate(request(sampling=pb.Sampling(ignore_eos=True)))
         await has_told.wait()
         assert told[-1]
@@ -301,6 +302,24 @@ async def test_workers_learn_that_a_client_takes_nothing_and_that_it_reads_on() 
         call.cancel()
         await generate.idle.wait()
     assert not told[-1]
+
+
+async def test_a_client_that_goes_away_unread_is_no_internal_error(caplog: pytest.LogCaptureFixture) -> None:
+    is_unread = asyncio.Event()
+
+    def script(job: Job) -> Iterator[TokenDelta]:
+        job.client.send = lambda _: is_unread.set()
+        while True:
+            yield TokenDelta(token_ids=tuple(ids_of("x")) * 2_000)
+
+    async with calling(script, metrics=(metrics := RequestMetrics())) as (channel, generate):
+        call = pb_grpc.InferenceStub(channel).Generate(request(sampling=pb.Sampling(ignore_eos=True)))
+        await is_unread.wait()
+        call.cancel()
+        await generate.idle.wait()
+    outcome = {"endpoint": "grpc.generate", "outcome": "cancelled", "model": ""}
+    assert metrics.registry.get_sample_value("baton_requests_total", outcome) == 1
+    assert not caplog.records
 
 
 async def test_texts_models_and_workers_are_told() -> None:
