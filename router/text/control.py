@@ -59,7 +59,7 @@ class ControlTexts:
         own = (*constants, *written)
         tags = {text for text in added.keys() - special if _signs(text) and any(text in string for string in own)}
         self.texts = frozenset(special | tags)
-        self._pattern = re.compile(_any_of(self.texts) if self.texts else "(?!)")
+        self._pattern = re.compile(any_of(self.texts) if self.texts else "(?!)")
         self.of_client = _Rule(self.texts, constants)
         self.of_model = _Rule(special, constants)
         letters = {char for text in self.texts for char in text}
@@ -69,7 +69,7 @@ class ControlTexts:
         insides = {inside for text in self.texts if (inside := folded(text))} if parted else set()
         self.has_insides = bool(insides)
         self._joined_insides = "\n".join(sorted(insides))
-        self._inside = re.compile(_any_of(insides) if insides else "(?!)")
+        self._inside = re.compile(any_of(insides) if insides else "(?!)")
         self._veils = {ord(char): mark for char, mark in self.marks.items() if not char.isspace()}
 
     def is_suspect(self, text: str, *, whole: bool = False) -> bool:
@@ -101,7 +101,7 @@ class _Rule:
             if not set(self.signs).isdisjoint(constant) and not any(_meet(constant, text) for text in controls)
         ]
         groups = {"visible": self.visible, "word": self.words, "sign": self.signs}
-        parts = [f"(?P<{name}>{_any_of(texts)})" for name, texts in groups.items() if texts]
+        parts = [f"(?P<{name}>{any_of(texts)})" for name, texts in groups.items() if texts]
         self.pattern = re.compile("|".join(parts) or "(?!)")
 
     def concerns(self, text: str) -> bool:
@@ -225,7 +225,7 @@ def _meet(constant: str, text: str) -> bool:
     return ends or constant in text or text in constant
 
 
-def _any_of(texts: Iterable[str]) -> str:
+def any_of(texts: Iterable[str]) -> str:
     """A pattern for the longest of the texts that reads each character once."""
     tree: dict[str, Any] = {}
     for text in texts:

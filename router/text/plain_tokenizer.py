@@ -9,6 +9,7 @@ import tokenizers
 
 from protos.errors import InvalidRequest
 from router.text.control import Span
+from router.text.stretches import Part, Stretches
 
 
 def read_texts(
@@ -57,6 +58,7 @@ class PlainTokenizer:
         self._found = {vocabulary[text]: text for text in controls if text in vocabulary}
         for unknown in (getattr(backend.model, "unk_token", None), "<unk>"):
             self._found.pop(vocabulary.get(unknown or "", -1), None)
+        self.stretches = Stretches(backend, self._read_parts, controls=controls)
 
     def encode(self, text: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False) -> tuple[int, ...]:
         parts: list[str] = []
@@ -73,6 +75,9 @@ class PlainTokenizer:
             else:
                 ids.append(token_id if is_added else self._ids.get(token_id, token_id))
         return tuple(ids)
+
+    def _read_parts(self, parts: Sequence[Part]) -> list[tuple[int, ...]]:
+        return [self.encode(text, spans) for text, spans in parts]
 
     def _spelled(self, text: str) -> list[int]:
         return [token.id for char in text for token in self._own.model.tokenize(char)]

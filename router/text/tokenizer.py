@@ -18,6 +18,7 @@ from protos.model_files.files_seam import ModelFiles
 from protos.model_files.tokenizers.special_tokens import named_tokens
 from router.text.control import ControlTexts, Rendered, Span
 from router.text.plain_tokenizer import PlainTokenizer, read_texts
+from router.text.stretches import Part, Stretches
 from router.text.vocabulary import Vocabulary
 
 # Longer texts take a millisecond or more: they are encoded and decoded on a thread.
@@ -43,7 +44,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, *, named_tokens: Mapping[str, str] | None = None) -> None:
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self.backend = backend
         # The library would hand every batch, also one of a single text, to threads of its own.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         num_threads = max(2, min(os.cpu_count() or 1, MAX_THREADS))
@@ -60,7 +61,8 @@ class Tokenizer:
                 "download the checkpoint again"
             )
         self._rewritten = {token.content for token in added if token.normalized and _rewrites(state["normalizer"])}
-        self._plain: dict[frozenset[str], PlainTokenizer] = {}
+        self.plain: dict[frozenset[str], PlainTokenizer] = {}
+        self.stretches = Stretches(backend, self.read_parts)
         self._max_token_chars = _max_token_chars(state, self.vocabulary)
 
     @classmethod
@@ -87,15 +89,23 @@ class Tokenizer:
         each = [loop.run_in_executor(pool, self._encode, [text], add_special_tokens) for text in texts]
         return [ids for [ids] in await asyncio.gather(*each)]
 
-    async def encode_rendered(self, rendered: Rendered) -> tuple[int, ...]:
-        """Token ids of a conversation. What looks like control in its content is read as text."""
-        spans, controls = rendered.spans, rendered.controls
+    async def encode_rendered(self, rendered: Rendered, *, salt: bytes | None = None) -> tuple[int, ...]:
+        """Token ids of a conversation. What looks like control in its content is read as text. With the `salt` of its
+        KV a long one's stretches are remembered."""
+        text, spans, controls = rendered.text, rendered.spans, rendered.controls
         if spans is None and not self._rewritten.isdisjoint(controls.texts):
-            spans = controls.spans(rendered.text)  # a normalizer could make control of what no rule has seen
+            spans = controls.spans(text)  # a normalizer could make control of what no rule has seen
+        if salt is not None and len(text) > LONG_TEXT_CHARS:
+
+            def read() -> tuple[int, ...]:
+                stretches = self.stretches if spans is None else self._plain_for(controls).stretches
+                return stretches.read(text, spans, salt)
+
+            return await asyncio.get_running_loop().run_in_executor(self._pool, read)
         if spans is None:
-            [ids] = await self.encode([rendered.text], add_special_tokens=False)
+            [ids] = await self.encode([text], add_special_tokens=False)
         else:
-            [ids] = await self._encode_plain([rendered.text], controls, spans, add_special_tokens=False)
+            [ids] = await self._encode_plain([text], controls, spans, add_special_tokens=False)
         return ids
 
     async def encode_plain(
@@ -109,16 +119,23 @@ class Tokenizer:
         self, texts: Sequence[str], controls: ControlTexts, spans: Sequence[Span], *, add_special_tokens: bool
     ) -> list[tuple[int, ...]]:
         def encode() -> list[tuple[int, ...]]:
-            plain = self._plain.get(controls.texts) or PlainTokenizer(self._backend, controls.texts)
-            self._plain[controls.texts] = plain
+            plain = self._plain_for(controls)
             return [plain.encode(text, spans, add_special_tokens=add_special_tokens) for text in texts]
 
-        if controls.texts in self._plain and sum(map(len, texts)) <= LONG_TEXT_CHARS:
+        if controls.texts in self.plain and sum(map(len, texts)) <= LONG_TEXT_CHARS:
             return encode()
         return await asyncio.get_running_loop().run_in_executor(self._pool, encode)
 
+    def _plain_for(self, controls: ControlTexts) -> PlainTokenizer:
+        if controls.texts not in self.plain:
+            self.plain[controls.texts] = PlainTokenizer(self.backend, controls.texts)
+        return self.plain[controls.texts]
+
+    def read_parts(self, parts: Sequence[Part]) -> list[tuple[int, ...]]:
+        return self._encode([text for text, _ in parts], False)
+
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
-        encodings = read_texts(self._backend, texts, add_special_tokens=add_special_tokens)
+        encodings = read_texts(self.backend, texts, add_special_tokens=add_special_tokens)
         return [tuple(encoding.ids) for encoding in encodings]
 
     async def text_of(self, token_ids: Sequence[int]) -> str:
@@ -128,11 +145,11 @@ class Tokenizer:
 
     def _decode_long(self, token_ids: Sequence[int]) -> str:
         # The batch call lets go of the interpreter's lock, as in `_encode`.
-        [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
+        [text] = self.backend.decode_batch([list(token_ids)], skip_special_tokens=False)
         return text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def min_tokens(self, text: str) -> int:
         """A text has at least so many tokens: a cheap bound that spares us reading megabytes only to refuse them."""

@@ -49,7 +49,7 @@ async def count_tokens(gateway: Gateway, request: Request) -> Response:
     body = await read_body(request, PromptBody, gateway.widest)
     gateway = gateway.serving(body.model)
     ignored = Ignored()
-    ids = await _turn(gateway, body, SamplingRequest(), ignored).prompt(gateway)
+    ids = await _turn(gateway, body, SamplingRequest(), ignored).prompt(gateway, request)
     return json_response({"input_tokens": len(ids)}, headers=ignored.headers())
 
 

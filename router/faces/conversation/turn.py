@@ -30,7 +30,7 @@ class ConversationTurn:
     options: Mapping[str, Any] | None = None
     shows_reasoning: bool = True
 
-    async def prompt(self, gateway: Gateway) -> tuple[int, ...]:
+    async def prompt(self, gateway: Gateway, http: Request) -> tuple[int, ...]:
         """Token ids. Raises InvalidRequest."""
         return await gateway.texts.encode_chat(
             self.messages,
@@ -39,6 +39,7 @@ class ConversationTurn:
             options=self.options,
             tools=self.tooling.shown,
             param=self.sampling.names.get("prompt", "messages"),
+            salt=tenant_of(http).cache_salt(self.sampling.cache_salt.encode()),
         )
 
     async def request(
@@ -57,7 +58,7 @@ class ConversationTurn:
             await gateway.texts.grammars.check(tooling.grammar, param=tooling.param)
             sampling = replace(sampling, grammar=tooling.token_grammar or tooling.grammar)
         if prompt is None:
-            prompt = await self.prompt(gateway)
+            prompt = await self.prompt(gateway, http)
         if cut and sampling.max_tokens is not None and len(prompt) + sampling.max_tokens > gateway.card.max_model_len:
             sampling = replace(sampling, max_tokens=None)
         reasoning = None

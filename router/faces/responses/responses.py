@@ -59,7 +59,7 @@ async def count_input_tokens(gateway: Gateway, request: Request) -> Response:
     body = await read_body(request, InputBody, gateway.widest)
     gateway = gateway.serving(body.model)
     ignored = Ignored()
-    ids = await _turn(gateway, body, SamplingRequest(names={"prompt": "input"}), ignored).prompt(gateway)
+    ids = await _turn(gateway, body, SamplingRequest(names={"prompt": "input"}), ignored).prompt(gateway, request)
     counted = {"object": "response.input_tokens", "input_tokens": len(ids)}
     return json_response(counted, headers=ignored.headers())
 

@@ -321,17 +321,17 @@ def test_text_without_control_is_read_as_transformers_reads_it(name: str, conten
     [expected], _ = render_jinja_template([messages], chat_template=source, **texts.named_tokens)
     if not shape(name)[1].controls.spans("\n".join(content)):
         assert encoded(name, messages, add_generation_prompt=False) == tuple(
-            texts._backend.encode(expected, add_special_tokens=False).ids
+            texts.backend.encode(expected, add_special_tokens=False).ids
         )
 
 
 def test_control_in_content_is_read_as_the_library_splits_special_tokens() -> None:
     texts, _ = shape("llama3")
     content = "one <|eot_id|> two<s>\n\n</s><h1>     three"
-    splitting = Tokenizer.from_str(texts._backend.to_str())
+    splitting = Tokenizer.from_str(texts.backend.to_str())
     splitting.encode_special_tokens = True
     ids = encoded("llama3", [{"role": "user", "content": content}], add_generation_prompt=False)
-    before = [texts._backend.token_to_id(name) for name in ("<|end_header_id|>", "<|eot_id|>")]
+    before = [texts.backend.token_to_id(name) for name in ("<|end_header_id|>", "<|eot_id|>")]
     start = len(ids) - 1 - ids[::-1].index(before[0]) + 1
     expected = splitting.encode("\n\n" + content, add_special_tokens=False).ids
     assert list(ids[start:]) == [*expected, before[1]]

@@ -45,7 +45,7 @@ async def test_many_tokens_are_read_back_beside_the_event_loop() -> None:
 
 
 async def test_a_truncating_tokenizer_is_told_not_to() -> None:
-    backend = tokenizers.Tokenizer.from_str(byte_level()._backend.to_str())
+    backend = tokenizers.Tokenizer.from_str(byte_level().backend.to_str())
     backend.enable_truncation(4)
     backend.enable_padding(length=8)
     [ids] = await Tokenizer(backend).encode(["hello world, how are you today?"], add_special_tokens=False)
@@ -64,7 +64,7 @@ def test_the_cheap_bound_refuses_a_long_text() -> None:
 
 
 def test_a_tokenizer_that_drops_text_has_no_bound() -> None:
-    backend = tokenizers.Tokenizer.from_str(byte_level()._backend.to_str())
+    backend = tokenizers.Tokenizer.from_str(byte_level().backend.to_str())
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel()])
     assert Tokenizer(backend).min_tokens(" " * 10_000) == 0
 
@@ -101,14 +101,14 @@ def test_a_tokenizer_of_another_kind_comes_with_the_way_on(name: str, told: str,
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_pointer_of_git_lfs_is_no_damage(name: str, tmp_path: Path) -> None:
-    byte_level()._backend.save(str(tmp_path / "tokenizer.json"))
+    byte_level().backend.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 17\n")
     with pytest.raises(BadCheckpoint, match=rf"{name} is a Git LFS pointer.*run `git lfs pull` in"):
         Tokenizer.load(FolderFiles(tmp_path))
 
 
 def test_named_tokens_are_read_in_both_spellings(tmp_path: Path) -> None:
-    byte_level()._backend.save(str(tmp_path / "tokenizer.json"))
+    byte_level().backend.save(str(tmp_path / "tokenizer.json"))
     config = {"bos_token": {"content": "<|bos|>", "special": True}, "eos_token": "<|end|>", "pad_token": None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert Tokenizer.load(FolderFiles(tmp_path)).named_tokens == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
@@ -118,7 +118,7 @@ def test_named_tokens_are_read_in_both_spellings(tmp_path: Path) -> None:
 
 
 def _bytes() -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_str(byte_level()._backend.to_str())
+    return tokenizers.Tokenizer.from_str(byte_level().backend.to_str())
 
 
 async def test_a_text_over_which_the_tokenizer_gives_up_is_refused() -> None:

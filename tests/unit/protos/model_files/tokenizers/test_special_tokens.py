@@ -26,7 +26,7 @@ NUM_STORED = 332
 
 
 def put(folder: Path, **files: Any) -> Path:
-    backend = tokenizers.Tokenizer.from_str(byte_level()._backend.to_str())
+    backend = tokenizers.Tokenizer.from_str(byte_level().backend.to_str())
     assert backend.get_vocab_size() == NUM_STORED
     backend.save(str(folder / "tokenizer.json"))
     for name, content in ({"config": MODEL} | files).items():

@@ -306,7 +306,7 @@ THINK_FIRST = "<|channel|>analysis<|message|>the fox<|end|><|start|>assistant"
 
 def accepts(grammar: str, text: str, *, ended_by: str = "<|end|>") -> bool:
     """Does the worker's library accept all of the text under the grammar?"""
-    [end], tokenizer = ids_of(ended_by, tagged()), without_specials(tagged()._backend.to_str())
+    [end], tokenizer = ids_of(ended_by, tagged()), without_specials(tagged().backend.to_str())
     library = LLTokenizer(tokenizer, n_vocab=512, eos_token=[end])
     matcher = LLMatcher(library, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
