@@ -80,7 +80,7 @@ class Row(Value, frozen=True, kw_only=True):
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """The only table, of a model whose layers are one group."""
+        """The only block table, for a model with one group of layers."""
         (block_ids,) = self.block_tables
         return block_ids
 
@@ -120,7 +120,7 @@ class Batch(Value, frozen=True, kw_only=True):
 
     @property
     def num_attended(self) -> int:
-        """Pairs of a computed position and one it looks at, with no window."""
+        """Counts pairs of a computed position and a position to which it attends, without windows."""
         return sum(row.num_tokens * (row.start + row.stop + 1) // 2 for row in self.rows)
 
 
@@ -173,7 +173,8 @@ class DeviceTimedStep(Protocol):
     """A pending step whose device keeps time itself."""
 
     def device_span(self) -> tuple[float, float] | None:
-        """After `fetch`: when the device began and ended it, by the timeline's clock; None if it was not recorded."""
+        """Returns when the device began and ended the step, by the timeline's clock; None if it was not recorded. Call
+        it after `fetch`."""
         ...
 
 

@@ -105,9 +105,9 @@ def dtype_of(config: WorkerConfig, model: ServedConfig) -> str:
 
 
 def steps_in_flight_of(config: WorkerConfig) -> int:
-    """How many steps are launched ahead: 1 where a device computes beside the host, 0 where they share their cores
-    (docs/adr/0010), and with drafts by a model, which follow known tokens. Raises Misconfigured for steps ahead with
-    those."""
+    """Returns how many steps are launched ahead: 1 on a GPU; 0 on a CPU, where steps share its cores (docs/adr/0010),
+    and with a draft model or head, which needs known tokens. Raises Misconfigured for steps ahead with a draft model or
+    head."""
     mode = SpeculateMode.of(config.speculate)
     if config.steps_in_flight and mode.is_by_model:
         why = (
@@ -199,10 +199,8 @@ def make_transfer(rank: LoadedRank, **ends: Any) -> RankTransfer[torch.Tensor]:
 
 
 def follow_rank0(rank: LoadedRank, transfer: RankTransfer[torch.Tensor]) -> None:
-    """Does what rank 0 does, on every other rank, until rank 0 stops. Closes the transfer.
-
-    Raises WorkerLost when a rank is gone, and any error of this rank's operations.
-    """
+    """Repeats rank 0's operations on another rank until rank 0 stops. Closes the transfer. Raises WorkerLost when a
+    rank is gone, and any error of this rank's operations."""
     try:
         parts = rank.runner, rank.copies, rank.adapters, transfer, rank.drafting
         follow(rank.group, parts, after_each=transfer.poll)

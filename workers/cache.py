@@ -28,7 +28,7 @@ log = logging.getLogger("baton.worker")
 
 
 def with_head(layout: KVLayout, drafting: Drafting | None) -> KVLayout:
-    """`layout` with the KV of a head that goes where the model's goes."""
+    """`layout` with the KV of a head, if that moves with the model's KV."""
     head = drafting.kv_head if drafting is not None else None
     if head is None:
         return layout
@@ -71,8 +71,8 @@ def num_blocks_of(
     free_bytes: int,
     beside_bytes: int,
 ) -> int:
-    """The same on all ranks: the least that any of them can hold. `free_bytes` is a rank's share of the RAM,
-    `beside_bytes` the KV of a proposer beside each block."""
+    """Returns the number of blocks, the same on all ranks: the least that any of them can hold. `free_bytes` is a
+    rank's share of the RAM, `beside_bytes` a proposer's KV for each block."""
     if config.num_blocks is not None:
         return config.num_blocks
     block_bytes = rank_block_bytes(layout) + beside_bytes
@@ -109,7 +109,7 @@ def _most_useful(config: WorkerConfig, layout: KVLayout, max_model_len: int) -> 
 
 
 def bytes_beside(layout: KVLayout, drafting: Drafting | None) -> int:
-    """The KV of `drafting` for each page, if the layout does not have it."""
+    """Returns the proposer's KV for each page, unless the layout includes it."""
     cache = drafting.cache if drafting is not None and layout.head is None else None
     return cache.page_bytes if cache is not None else 0
 
@@ -122,7 +122,7 @@ def make_storage(
     fp8_scales: Mapping[int, KVScales],
     drafting: Drafting | None,
 ) -> KVStorage:
-    """With a page of each group for each block, and in the storage of `drafting` as many."""
+    """Allocates a page of each group for each block, and as many for `drafting`."""
     num_bytes = num_blocks * (rank_block_bytes(layout) + bytes_beside(layout, drafting))
     too_much = Misconfigured(
         f"a KV cache of {num_blocks} blocks takes {num_bytes / 2**30:.2f} GiB on each rank, more than there is on "

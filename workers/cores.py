@@ -98,8 +98,8 @@ class Cores:
         _bind(self.cpus)
 
     def stay_near(self) -> None:
-        """Like `bind`, but to all cores of the same memory nodes: for a thread that allocates what the computing
-        threads read."""
+        """Binds the thread to all cores of the same memory nodes, for a thread that allocates memory for computing
+        threads."""
         _bind(self.near)
 
     def release(self) -> None:
@@ -148,8 +148,8 @@ def _is_file(lock: int, path: Path) -> bool:
 
 
 def leave_cores(niceness: int = 0) -> None:
-    """The calling thread may run wherever its process may, and not only on the cores of the thread that has started it;
-    a nice one runs behind those that compute. Never raises."""
+    """Lets the calling thread run on all cores of the process, not only on those of the thread that started it. With a
+    higher niceness it gives way to computing threads. Never raises."""
     try:
         if hasattr(os, "sched_getaffinity"):
             os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
@@ -183,7 +183,7 @@ def claim_cores(num_threads: int, setting: str, rank: int = 0) -> Cores:
 
 
 def num_cores() -> int:
-    """Physical cores that this process may use: torch has as many threads where it is not given a number."""
+    """Returns the number of physical cores of this process, which is torch's default number of threads."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     return len(read_cores(os.sched_getaffinity(0)))

@@ -85,12 +85,11 @@ class AdapterTensors:
 
 
 def read_adapter(path: str | Path, served: Mapping[str, ModuleShape], *, adapter_id: str = "") -> AdapterFiles:
-    """Checks the adapter in the folder `path` against the linear layers of the model that can have one. An id that is
-    known spares reading the files for it.
+    """Checks the adapter in the folder `path` against the linear layers of the model that can have one. With an id the
+    files are not read for it.
 
     Raises BadCheckpoint (a file missing, damaged or contradictory) or UnsupportedModel (an option or a target that is
-    not served), each naming file, field or tensor, and the fix.
-    """
+    not served), each naming file, field or tensor, and the fix."""
     folder = Path(path)
     config = check_folder(folder)
     file = folder / WEIGHTS

@@ -95,8 +95,8 @@ class AdapterTable:
             )
 
     def load_adapter(self, path: str, adapter_id: str) -> LoadedAdapter:
-        """Loads an adapter that rank 0 has checked, unless it is loaded. Raises as `read_adapter` on rank 0. Another
-        rank ends with its worker: it would compute steps without the adapter."""
+        """Loads an adapter that rank 0 has checked, unless it is loaded. Raises as `read_adapter` on rank 0. On another
+        rank an error ends the worker."""
         if (known := self.loaded.get(adapter_id)) is not None:
             return known
         start_s = time.perf_counter()
@@ -144,8 +144,8 @@ def _shapes_of(linears: Iterable[AdaptableLinear]) -> Mapping[str, ModuleShape]:
 def _update_of(
     share: WeightShare, files: AdapterFiles, tensors: AdapterTensors, context: LayerContext
 ) -> tuple[LowRankUpdate, int]:
-    """This rank's part of a linear layer, and its bytes. By outputs ranks share B, by inputs A: its partial sums are
-    added up with the layer's own."""
+    """This rank's part of a linear layer, and its bytes. Ranks that divide outputs divide B; ranks that divide inputs
+    divide A, and add up partial sums with the layer's own."""
     inputs = slice(share.first_input, share.first_input + share.num_inputs)
     downs, parts = list[torch.Tensor](), list[LowRankPart]()
     first_output = first_rank = num_bytes = 0

@@ -68,7 +68,7 @@ class LinearAdapters:
         self.updates: dict[str, LowRankUpdate] = {}
 
     def here(self) -> list[tuple[LowRankUpdate, torch.Tensor | None]]:
-        """The updates of the present step, and the places of their tokens."""
+        """The updates of the present step, with the places of their tokens."""
         if not self._step.tokens:
             return []
         updates = ((self.updates.get(rows.adapter_id), rows.places_T) for rows in self._step.tokens)
@@ -93,8 +93,10 @@ class LinearAdapters:
         bias_O: torch.Tensor | None,
         silu_mul: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """The same of a weight whose product ends in a gate, [T, O / 2]: what adapters add comes before it. Rows of
-        adapters are multiplied by themselves, the others as in a step without adapters."""
+        """The product and its gate, [T, O
+
+        2]; updates are added before the gate. Rows with adapters are multiplied separately, so that others are computed
+        as in a step without adapters."""
         updates = self.here()
         if not updates:
             return weight(x_TI, bias_O)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 
 def first_matches(patterns: Sequence[str], modules: Sequence[str]) -> dict[str, int]:
-    """The number of the first pattern that names a module, as PEFT matches them: the end of a name, from a dot on.
-    Raises re.error."""
+    """The index of the first pattern that matches a module, as PEFT matches: the end of a name after a dot. Raises
+    re.error."""
     numbers: dict[str, int] = {}
     for number, pattern in enumerate(patterns):
         compiled = re.compile(rf"(.*\.)?({pattern})$")

@@ -66,8 +66,8 @@ class AttentionBackend(Protocol):
         queries. This is a single call, so that one kernel can do all of it. The inputs may be views into one tensor and
         stay as they are.
 
-        Where the cache keeps latents, `k_TKD` is the latent, of one head, and `v_TKD` its first elements. Of queries
-        and latents only the last 2 P dimensions turn."""
+        Where the cache keeps latents, `k_TKD` is the latent, of one head, and `v_TKD` its first elements. Only the last
+        2 P dimensions of queries and latents are rotated."""
         ...
 
     def attend(self, layer: int, q_TND: torch.Tensor, options: AttentionOptions) -> torch.Tensor:

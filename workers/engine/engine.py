@@ -137,7 +137,7 @@ class Engine:
         self._scheduler.add(request, now)
 
     def abort(self, request_ids: Collection[str]) -> int:
-        """Ends requests and reservations, and returns how many of them were here. Their blocks are free then, unless a
+        """Ends requests and reservations, and returns how many existed here. Their blocks are free after that, unless a
         step in flight computes them or a transfer still reads them."""
         names: list[str] = []
         unknown: list[str] = []  # in order: a simulated run must not depend on hashes of strings
@@ -180,13 +180,13 @@ class Engine:
         return updates
 
     def free_adapters(self) -> None:
-        """Frees the adapters that were unloaded and that no request has any more."""
+        """Frees unloaded adapters that no request uses."""
         if self.adapters is not None:
             self.adapters.free({request.adapter for request in self._scheduler.requests()})
 
     def advance(self, now: float, num_steps: int = 1) -> list[SequenceUpdate]:
-        """A step without a tick of the role. `num_steps` above 1 has the effect of as many calls: the fetched batch
-        takes all steps, so that their tokens come in one update. Limits: the pipeline's `row_limits`, and
+        """Like `step`, without a tick of the role. `num_steps` above 1 has the effect of as many calls: the fetched
+        batch takes all steps, so that their tokens come in one update. Limits: the pipeline's `row_limits`, and
         `Scheduler.prolong`."""
         assert num_steps <= self._row_limits.num_steps, f"the pipeline takes {self._row_limits.num_steps} steps at once"
         prolongs_next = not self._in_flight
@@ -229,7 +229,7 @@ class Engine:
         self.draining = True
 
     def retire(self) -> None:
-        """Reports that requests which have not begun should go to workers of another revision. Nothing is refused."""
+        """Reports requests that have not begun, for workers of another revision. Nothing is refused."""
         self.retiring = True
 
     def resume(self, role: Role | None = None) -> None:
@@ -268,7 +268,7 @@ class Engine:
         return self._events.since(hello.incarnation, hello.next_seq) or self._events.snapshot(self.pool.snapshot())
 
     def drain_events(self) -> KVEvents | None:
-        """The events since the last call; None if there are none."""
+        """Returns the events since the last call, or None."""
         if self._num_drained == self._events.next_seq:
             return None
         events = self._events.since(self._events.incarnation, self._num_drained)

@@ -68,8 +68,8 @@ class ServedAdapters:
         return self._ranks.check(path)
 
     def load(self, name: str, files: CheckedAdapter) -> Adapter:
-        """Serves a checked adapter under this name, in place of one that has it. Raises as `AdapterTable.check_room`
-        and `load_adapter`."""
+        """Serves a checked adapter under this name and replaces an earlier one. Raises as `AdapterTable.check_room` and
+        `load_adapter`."""
         self._ranks.check_room(files)
         path = str(files.folder)
         loaded = self._ranks.load_adapter(path, files.adapter_id)
@@ -111,7 +111,7 @@ class ServedAdapters:
             self._ranks.unload_adapter(adapter_id)
 
     def retire_replaced(self) -> None:
-        """The next order has come: no request is on its way to what was replaced before."""
+        """Retires replaced adapters: the next order shows that no more requests are on their way to them."""
         self._retired |= self._replaced
         self._replaced.clear()
 

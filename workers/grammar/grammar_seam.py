@@ -44,13 +44,13 @@ class Grammars(Protocol):
         ...
 
     def draft(self, request_id: str, draft_ids: tuple[int, ...]) -> None:
-        """Begins to compute the masks after each of these drafts, which follow the output of the last `begin`. Not for
-        a request that is pending."""
+        """Begins to compute the masks after each of these drafts, which follow the output of the last `begin`. The
+        request must not be pending."""
         ...
 
     def allowed_after(self, request_id: str, samples: Sequence[Sample]) -> Sequence[Mask]:
-        """The masks after drafts, `samples[i]` being that after i of them, which `allowed` was called with for i = 0:
-        those from 1 on, up to the first draft that the grammar does not allow. None while they are pending."""
+        """The masks after drafts: `samples[i]` is the state after i of them (i = 0 was passed to `allowed`). Returns
+        those from 1 on, up to the first draft that the grammar forbids; None while they are pending."""
         ...
 
     def release(self, request_ids: Collection[str]) -> None: ...

@@ -260,8 +260,8 @@ class GuidanceGrammars:
     def _make_further(
         self, standing: _Standing, before: Future[Any], further: Future[list[Mask]], draft_ids: tuple[int, ...]
     ) -> None:
-        """The masks after drafts, up to the first that the grammar forbids. The matcher returns to the output; where
-        its last use `before` failed, it may not have, and this fails as well."""
+        """Computes the masks after drafts, up to the first that the grammar forbids. The matcher returns to the output;
+        if its last use `before` failed, this fails too."""
         if not further.set_running_or_notify_cancel():
             return
         masks, failure, num_taken = list[Mask](), None, 0
@@ -293,7 +293,7 @@ class GuidanceGrammars:
             further.set_exception(failure)
 
     def end_overdue(self, max_s: float = MAX_MASK_S) -> None:
-        """Ends requests whose masks have taken `max_s` of CPU time, and those that share their grammars."""
+        """Ends requests whose masks have taken `max_s` of CPU time, and all requests with the same grammar."""
         begun = list(self._making.items())
         for _, making in begun:
             if time.clock_gettime(making.clock) - making.since_s >= max_s:
@@ -378,9 +378,9 @@ def _newcomers(grammar: str) -> str:
 
 
 def without_specials(tokenizer: str) -> str:
-    """tokenizer.json with other names for its special tokens, which cannot be guessed: no grammar's text is one.
-    The library takes the shortest tokens for a text that a grammar gives, and would take the end of the answer for its
-    text; and a grammar could name it. Masks hold token ids: they do not depend on the names."""
+    """Returns tokenizer.json with unguessable names for its special tokens, so that no text of a grammar is one.
+    Otherwise the library would use a special token for its text, and a grammar could name it. Masks hold token ids,
+    which do not depend on names."""
     state, secret = json.loads(tokenizer), secrets.token_hex(16)
     names = {each["content"]: f"\ufdd0{secret}{each['id']}\ufdd1" for each in state["added_tokens"] if each["special"]}
     for each in state["added_tokens"]:
@@ -420,8 +420,8 @@ class DeepThreads(ThreadPoolExecutor):
     """`num` threads. Compiled code that runs out of a usual stack ends its whole process."""
 
     def __init__(self, name: str, num: int = 1, begin: Callable[[], None] | None = None) -> None:
-        """Starts them at once, so that they inherit the priority of this thread and not of one that submits work.
-        `begin` is called on each thread before anything else."""
+        """Starts the threads at once, so that they inherit this thread's priority. `begin` is called on each thread
+        before anything else."""
         super().__init__(max_workers=num, thread_name_prefix=name, initializer=begin)
         self._name, self._num, self._begin = name, num, begin
         self._next: DeepThreads | None = None
@@ -433,8 +433,8 @@ class DeepThreads(ThreadPoolExecutor):
             started.set()
 
     def successor(self) -> DeepThreads:
-        """Starts as many new threads, which take over the queue and later submissions. Work under way is finished; its
-        thread ends once these threads have no owner."""
+        """Starts as many new threads, which take over the queue. A thread that still works finishes its work and
+        ends."""
         other = DeepThreads(self._name, self._num, self._begin)
         with _starting, suppress(Empty):
             self._next = other

@@ -67,8 +67,8 @@ def _best(row_ptr, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def _above(row_ptr, V, key, largest, temperature, floor, WEIGHED: tl.constexpr, BLOCK: tl.constexpr):
-    """(number, weight) of the tokens above a key, the number of tokens on it, and the nearest keys: at or below it, and
-    above it."""
+    """Returns (number, weight) of the tokens above a key, the number of tokens at the key, and the nearest keys at or
+    below it and above it."""
     number_L = tl.zeros([BLOCK], tl.int32)
     equal_L = tl.zeros([BLOCK], tl.int32)
     weight_L = tl.zeros([BLOCK], tl.float64)

@@ -152,7 +152,7 @@ def _write_latents(
 
 def heads_of_program(num_heads: int, dtype: torch.dtype) -> int:
     """On cards with 227 KiB of shared memory up to 64, the rows of one instruction of Hopper's matrix units, so that
-    128 heads load a latent twice; on others, and in float32, 16, the least that matrix units multiply."""
+    128 heads load a latent twice; on others, and in float32, 16, the smallest product of matrix units."""
     most = 64 if takes_large_tiles() and dtype != torch.float32 else 16
     return min(most, int(triton.next_power_of_2(num_heads)))
 

@@ -145,7 +145,7 @@ def prefill(
     softcap: float = 0.0,
     sinks_N: torch.Tensor | None = None,
 ) -> None:
-    """Writes the attention of the plan's tokens into `out_TND`. Its other tokens stay unchanged. Caches [NB, K, BS, D],
+    """Writes the attention of the plan's tokens into `out_TND`; its other tokens stay unchanged. Caches [NB, K, BS, D],
     of q's type or, with `scales`, of 8 bits; block tables int32."""
     cache = CachedBits.of(k_cache, v_cache, scales)
     group = check_paged(q_TND, cache, block_tables_SB)

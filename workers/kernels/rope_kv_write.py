@@ -36,7 +36,7 @@ def _write(
     cache_ptr, scales_ptr, block, offset, heads_H, pairs_P, inside_HP, inside_H, first_HP, second_HP, block_stride,
     scales_stride, KIND: tl.constexpr, PAIRS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A token's heads to their place in its block, rounded if the cache is of 8 bits."""
+    """Writes a token's heads to their place in its block, rounded for an 8-bit cache."""
     written_H = block * block_stride + (heads_H * BLOCK_SIZE + offset) * 2 * PAIRS
     if KIND == PLAIN:
         _store(cache_ptr, written_H, pairs_P, inside_HP, first_HP, second_HP, PAIRS)

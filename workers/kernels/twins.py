@@ -83,7 +83,8 @@ def to_int8(x_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def to_fp8(x_TKD: torch.Tensor, scale_K: torch.Tensor) -> torch.Tensor:
-    """e4m3 [T, K, D] of the quotients: to the nearest, ties to even, at most 448; NaN of what is not finite."""
+    """e4m3 [T, K, D] of the quotients, to the nearest, ties to even, at most 448; NaN for numbers that are not
+    finite."""
     quotients_TKD = (x_TKD.float() / scale_K.unsqueeze(-1)).clamp(-_FP8_MOST, _FP8_MOST)
     return quotients_TKD.masked_fill(~x_TKD.isfinite(), torch.nan).to(torch.float8_e4m3fn)
 
@@ -277,9 +278,9 @@ def grouped_experts(
     gate_up_biases: Mapping[int, torch.Tensor] | None = None,
     down_biases: Mapping[int, torch.Tensor] | None = None,
 ) -> None:
-    """No product of its own: the layer takes its experts one after the other, or compiled code takes all of them."""
+    """Returns None: the layer computes its experts one by one, or compiled code computes all of them."""
 
 
 def quantised_product(weight: QuantisedWeight) -> None:
-    """No product of its own: the weight is dequantised one tile after the other (`encodings.quantised.product`), the
-    twins of the kernels are in `tests.kernels.quantised_twins`."""
+    """Returns None: the weight is dequantised tile by tile (`encodings.quantised.product`); the kernels' twins are in
+    `tests.kernels.quantised_twins`."""

@@ -132,7 +132,7 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def can_spare(self, num_blocks: int) -> bool:
-        """True if there are this many, and the host tier needs to keep nothing for them."""
+        """Whether this many blocks are free and the host tier need not keep any of them."""
         return num_blocks <= (self.num_free if self.host is None else len(self._free))
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
@@ -181,9 +181,9 @@ class BlockPool:
     def match_read(
         self, hashes: Sequence[BlockHash], num_computed: int, *, has: Callable[[bytes], bool] | None = None
     ) -> CachedPrefix:
-        """The longest n of which those of the blocks [0, n) are cached that a sequence with the KV of `num_computed`
-        tokens still reads: unlike `match_prefix` not those that the token after the n blocks reads. Pages for which
-        `has` is true count as cached, and their entries are `ON_HOST`. Takes no references."""
+        """Returns the longest n of which all blocks are cached that a sequence with the KV of `num_computed` tokens
+        still reads. Unlike `match_prefix` it ignores the blocks that the token after these n blocks reads. Pages for
+        which `has` is true count as cached; their entries are `ON_HOST`. Takes no references."""
         if has is None:
             if not self.has_groups:
                 return self.match_prefix(hashes)
@@ -233,7 +233,8 @@ class BlockPool:
         )
 
     def _num_leading(self, hashes: Sequence[BlockHash], has: Callable[[bytes], bool]) -> int:
-        """Leading blocks of which there are the pages of every group without a window; all, if each has a window."""
+        """Counts leading blocks whose pages are cached in every group without a window; all, if each group has a
+        window."""
         num_blocks = len(hashes)
         for group, window in enumerate(self.windows.windows):
             if window is None:
@@ -242,8 +243,8 @@ class BlockPool:
         return num_blocks
 
     def _last_missing(self, hashes: Sequence[BlockHash], num_blocks: int, has: Callable[[bytes], bool]) -> int | None:
-        """The last block of which the token after `num_blocks` blocks would read a page that is not there. No longer
-        prefix without that block can be used: its window would begin earlier than this one's, or at the same page."""
+        """Returns the last block whose page the token after `num_blocks` blocks would read and which is missing. No
+        longer prefix without that block can be used: its window would begin earlier or at the same page."""
         last = -1
         for group, passed in enumerate(self.windows.num_passed(num_blocks * self.block_size)):
             if self.windows.windows[group] is not None:
@@ -294,7 +295,7 @@ class BlockPool:
     def seal_chain(
         self, block_ids: Sequence[int], hashes: Sequence[BlockHash], parent: BlockHash = b"", group: int = 0
     ) -> None:
-        """The same of a group's blocks that follow one another, the first of them on `parent`."""
+        """Seals consecutive blocks of a group; `parent` precedes the first one."""
         begun, fresh = parent, list[BlockHash]()
         for block_id, block_hash in zip(block_ids, hashes, strict=True):
             assert self._refs[block_id] > 0, f"block {block_id} is sealed and has no reference"
@@ -322,8 +323,8 @@ class BlockPool:
                     self._free.append(block_id)
 
     def slide(self, pages: Iterable[int]) -> None:
-        """These were released behind the window of a running sequence, and no prompt is expected to begin there. The
-        host does not keep them, unless a prompt has begun there, or `keep` is called."""
+        """Records pages that a running sequence's window has passed. No prompt is expected to begin there, so the host
+        does not keep them, unless a prompt has begun there or `keep` is called."""
         self._slid.update([page for page in pages if page in self._evictable and page not in self._reused])
 
     def keep(self, names: Iterable[bytes]) -> None:
@@ -354,7 +355,7 @@ class BlockPool:
         self._num_hit_tokens += num_tokens
 
     def tiers(self) -> tuple[TierStats, ...]:
-        """In blocks of all groups: a page counts as a part of one."""
+        """Counts in blocks of all groups: a page is a part of one."""
         num_groups = self.windows.num_groups
         device = TierStats(
             tier="device",
@@ -373,14 +374,15 @@ class BlockPool:
         return self._refs[block_id]
 
     def check_balance(self, num_references: int) -> None:
-        """Cheap, for after every event: as many references as their holders know of, and no block more or less."""
+        """Checks that references equal those of their holders, and that all blocks are accounted for. Cheap enough for
+        every event."""
         counted, num_unheld = sum(self._refs), self._refs.count(0)
         assert counted == num_references, f"there are {counted} references, their holders know of {num_references}"
         num_free = len(self._free) + len(self._evictable)
         assert num_free == num_unheld, f"{num_unheld} blocks have no reference, {num_free} can be handed out"
 
     def check_integrity(self) -> None:
-        """Every block is in exactly one place, and the index of hashes is one to one."""
+        """Checks that every block is in exactly one place, and that the index of hashes is one to one."""
         free, evictable = set(self._free), set(self._evictable)
         assert len(free) == len(self._free), "a block is free twice"
         referenced = {block_id for block_id, refs in enumerate(self._refs) if refs > 0}

@@ -45,11 +45,9 @@ def blocks_on_gpu(
     largest_step: Callable[[], object],
     beside_bytes: int = 0,
 ) -> int:
-    """Blocks for what `fraction` of the GPU (default GPU_FRACTION) leaves beside the model, its largest step and
-    `beside_bytes`.
-
-    Runs that step to see what it takes. Raises Misconfigured when not one block, or not even the step, fits.
-    """
+    """Returns the number of blocks that fit into `fraction` of the GPU's memory (default GPU_FRACTION) beside the
+    model, its largest step and `beside_bytes`. Runs that step to measure it. Raises Misconfigured if not one block, or
+    not even the step, fits."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

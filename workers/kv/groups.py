@@ -24,8 +24,8 @@ _MAX_EMPTY = 1 / 6
 
 
 def with_windows(layout: KVLayout, windows: Sequence[int | None]) -> KVLayout:
-    """`layout`, of one group, with groups for the windows of its layers: those without a window first. Unchanged if no
-    layer has one, or if the numbers of layers do not fit `MAX_GROUPS` groups."""
+    """Divides the layers of `layout`, which has one group, by their windows: groups without a window come first.
+    Unchanged if no layer has a window, or if more than `MAX_GROUPS` groups would be needed."""
     (whole,) = layout.groups
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):

@@ -56,7 +56,7 @@ class HostCopies(Protocol):
         ...
 
     def await_copy(self, load_id: int) -> None:
-        """Steps launched from now on find the onload's blocks written: they wait for it if it is not over."""
+        """Makes steps launched from now on wait for the onload, so that they find its blocks written."""
         ...
 
 
@@ -132,8 +132,8 @@ class HostPool:
                 self._kept.move_to_end(block_hash)
 
     def retain(self, blocks: Sequence[tuple[int, BlockHash, BlockHash]], headless: Container[int] = ()) -> None:
-        """Copies blocks of the device, each with its hash and its parent's, those to be evicted first in front. If
-        there is no room for all of them the first are not kept. `headless` as in `BlockPool`."""
+        """Copies blocks of the device to the host, each with its hash and its parent's; the blocks to be evicted first
+        come first, and are dropped first if there is no room. `headless` as in `BlockPool`."""
         room = self.num_slots - len(self._pins)
         blocks = blocks[max(0, len(blocks) - room) :]
         if not blocks:
@@ -245,8 +245,8 @@ def eviction_candidates(
     host: HostPool,
     unkept: Container[int] = (),
 ) -> list[tuple[int, BlockHash, BlockHash]]:
-    """The blocks to copy before the first `num_evicted` evictable blocks are evicted: those without a copy on the host,
-    and if there are any, some that are evicted next. Blocks in `unkept` are not copied."""
+    """The blocks to copy before the first `num_evicted` evictable blocks are evicted: blocks without a copy on the
+    host, and with them some that are evicted next. Blocks in `unkept` are not copied."""
     order = iter(evictable)
     leave = [(block_id, *sealed(block_id)) for block_id in islice(order, num_evicted) if block_id not in unkept]
     missing = [block for block in leave if block[1] not in host]

@@ -39,13 +39,13 @@ _NUM_PROBES = 3
 
 
 def host_copies(storage: KVStorage, num_slots: int) -> HostCopies:
-    """Copies for slots as large as a block of this rank, with KV of a head beside it. Raises Misconfigured without
-    memory for them. Only rank 0 is polled for `loaded` ones."""
+    """Allocates slots, each as large as a block of this rank with the KV of a head. Raises Misconfigured if there is
+    too little memory. Only rank 0 polls `loaded`."""
     return (CudaCopies if storage.device.type == "cuda" else CpuCopies)(storage, num_slots)
 
 
 def staging_bytes(*block_bytes: int) -> int:
-    """Device memory that the copies of a GPU take, for blocks of so many bytes on a rank, in one storage each."""
+    """The device memory for copies on a GPU, by the bytes of a block in each storage."""
     return _NUM_STAGED * _blocks_a_piece(sum(block_bytes)) * sum(block_bytes)
 
 
@@ -234,8 +234,8 @@ def _pinned_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _probed(copies: HostCopies, num_blocks: int) -> float:
-    """Blocks a second, of slots and blocks that hold zeros still. The first time memory is touched, and kernels are
-    loaded: it does not count."""
+    """Measures blocks a second, with zeros in slots and blocks. The first copy touches memory and loads kernels, and is
+    not counted."""
     blocks = range(min(num_blocks, _NUM_PROBED))
     speeds = []
     for number in range(-1 - _NUM_PROBES, 0):

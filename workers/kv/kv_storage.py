@@ -82,7 +82,7 @@ class KVStorage:
 
     @property
     def data(self) -> torch.Tensor:
-        """The only tensor there is, of a cache whose parts have one shape."""
+        """The only tensor, of a cache whose parts have one shape."""
         (data,) = self.tensors
         return data
 
@@ -128,8 +128,8 @@ class KVStorage:
     def gather(
         self, block_ids: Sequence[int], out: torch.Tensor | None = None, *, of: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A contiguous copy of the blocks of `data`, or of another one of `tensors`: [L, P, len(block_ids), K, BS, W],
-        in `out` if that is given."""
+        """Copies the blocks of `data`, or of another one of `tensors`, into a contiguous [L, P, len(block_ids), K, BS,
+        W], `out` if given."""
         return self._kernels.gather(self.data if of is None else of, self._ids(block_ids), out)
 
     def scatter(self, block_ids: Sequence[int], payload: torch.Tensor, *, of: torch.Tensor | None = None) -> None:
@@ -154,7 +154,7 @@ class KVStorage:
         return payload
 
     def attach(self, beside: KVStorage) -> None:
-        """From now on payloads of cuts `with_head` carry what lies in `beside`, too."""
+        """Adds the contents of `beside` to payloads of cuts `with_head`."""
         assert beside.num_blocks >= self.num_blocks
         self.beside = beside
 
@@ -179,9 +179,8 @@ class KVStorage:
 
     @contextmanager
     def aside(self, num_in_flight: int | None = None) -> Iterator[None]:
-        """On CUDA, reads use a stream of their own beside the computation, ordered after all work queued now; or, if no
-        pending step writes what they read, before the last `num_in_flight` steps. The computation does not wait for
-        them until `rejoin`."""
+        """Reads on a CUDA stream of their own, ordered after all work queued now; or, if no pending step writes these
+        blocks, before the last `num_in_flight` steps. The computation does not wait until `rejoin`."""
         if self._aside is None:
             yield
             return
@@ -215,8 +214,8 @@ class KVStorage:
         return sum(storage._piece_bytes(of, piece, tensor) for storage, of, piece, tensor in self._owners(cut))
 
     def _owners(self, cut: Cut) -> Iterator[tuple[KVStorage, Cut, range, torch.Tensor]]:
-        """The payload's pieces in order: for each range of heads every tensor here, then those of storages beside
-        this one."""
+        """Yields the payload's pieces in order: for each range of heads all tensors here, then those of attached
+        storages."""
         beside = self.beside if cut.with_head else None
         per_share = beside.num_heads // self.num_heads if beside is not None else 0
         for piece in cut.pieces:
@@ -233,8 +232,8 @@ class KVStorage:
         return len(cut.layers) * parts * len(cut.units) * num_heads * cut.unit * width * tensor.itemsize
 
     def _pieces(self, cut: Cut, payload: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """For each piece and tensor: its part of the payload, the cache, and the rows of the one in the other; a row is
-        a unit of one head, or a whole block where that is what is wanted. Cache and part are [L, P, rows, elements]."""
+        """Yields for each piece and tensor its part of the payload, the cache, and their rows for one another. A row is
+        a unit of one head, or a whole block. Cache and part are [L, P, rows, elements]."""
         owners = list(self._owners(cut))
         sizes = [storage._piece_bytes(of, piece, tensor) // payload.itemsize for storage, of, piece, tensor in owners]
         for (storage, of, piece, tensor), flat in zip(owners, torch.split(payload, sizes), strict=True):

@@ -88,13 +88,12 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: ModelInputs, attention: AttentionBackend, through: Through | None = None) -> torch.Tensor:
-        """Writes the step's keys and values into the cache of `attention`, which has begun the step. Returns logits
-        [R, V], float32, on every rank.
+        """Writes the step's keys and values into the cache of `attention`, which has begun the step. Returns logits [R,
+        V], float32, on every rank.
 
-        `through` computes what the layers would with this backend, faster, in steps without adapters, except for the
-        overlap of long steps' sums over ranks. With tensor parallelism every rank must be given the same inputs. Raises
-        WorkerLost when one has gone.
-        """
+        In steps without adapters `through` replaces the layers by faster code with the same result, without the overlap
+        of long steps' sums over ranks. With tensor parallelism every rank must be given the same inputs. Raises
+        WorkerLost when a rank is gone."""
         if self.growth is not None:
             self.growth.begin(inputs.attention)
         rotations = self._rotations(inputs.attention, inputs.prompt_lens)
@@ -128,8 +127,8 @@ class Decoder:
         return self._head.logits(normed_RE)
 
     def pack(self) -> None:
-        """Lays the loaded weights out as this machine multiplies fastest. `slots` cannot show them afterwards. Graphs
-        that were captured before hold the addresses of tensors that are gone."""
+        """Packs the loaded weights for this machine. `slots` cannot show them afterwards, and graphs captured before
+        hold addresses of freed tensors."""
         self.generation += 1
         for layer in self._layers:
             layer.pack()
@@ -252,7 +251,7 @@ class DecoderLayer:
         return self._mlp.counts_X if isinstance(self._mlp, MixtureOfExperts) else None
 
     def packed(self) -> LayerWeights | None:
-        """None where compiled layers do not do what this one does."""
+        """Returns None if compiled layers cannot compute this layer."""
         qkv, out = self._attention.packed_products()
         feed_forward = self._mlp.packed_products()
         if qkv is None or out is None or feed_forward is None:
@@ -310,7 +309,7 @@ def last_norm_of(context: LayerContext, config: ModelConfig) -> RMSNorm | LayerN
 
 
 def head_of(context: LayerContext, config: ModelConfig, tied: Embedding | None) -> Head:
-    """`tied` is the embedding, where the model has no head of its own."""
+    """`tied`: the embedding, for a model without a head of its own."""
     scales = config.scales
     return Head(
         context,

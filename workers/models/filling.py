@@ -142,15 +142,15 @@ class PartLoader:
 
 
 def may_start(size: int, num_loading: int, num_left: int) -> bool:
-    """Whether a part of `size` bytes is read beside others of `num_loading`, before others of `num_left`. What is left
-    takes no memory yet: read and unpacked parts may take as much, and 64 MiB more."""
+    """Whether to read a part of `size` bytes while others of `num_loading` bytes are read and `num_left` bytes remain.
+    Parts in work may take as much memory as the rest still will, and 64 MiB more."""
     return num_loading == 0 or num_loading + size <= num_left + _UNPACKED_BYTES
 
 
 @contextmanager
 def threads_of_one_core(count: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads in which torch starts no others, so that none waits for the slowest of them at every operation. Threads
-    that start later have as many as before: torch keeps one number for these, and one for each running thread."""
+    """Starts threads in which torch starts no further threads, so that no operation waits for the slowest of them.
+    Threads that start later are not affected: torch keeps one number for these, and one for each running thread."""
     before, all_started = torch.get_num_threads(), threading.Barrier(count)
     with ThreadPoolExecutor(count, "load", initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:

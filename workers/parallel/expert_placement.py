@@ -44,9 +44,8 @@ def place_experts(
 ) -> ExpertPlacement:
     """Places experts with these loads, in tokens, into `num_slots` slots, as many on each rank.
 
-    Nodes have equal numbers of groups where they divide them, else groups are left out of account. Raises Misconfigured
-    for numbers that do not divide one another, or fewer slots than experts.
-    """
+    If the nodes divide the groups, each node has equally many; otherwise groups are ignored. Raises Misconfigured for
+    numbers that do not divide one another, or fewer slots than experts."""
     num_experts = len(loads)
     for name, value, by in (("num_slots", num_slots, num_ranks), ("num_ranks", num_ranks, num_nodes)):
         if by < 1 or value < 1 or value % by:
@@ -96,7 +95,8 @@ def _packed(weights: Sequence[float], num_packs: int) -> list[list[int]]:
 
 
 def _evened(packs: list[list[int]], weights: Sequence[float]) -> list[list[int]]:
-    """Exchanges an item of the heaviest pack with a lighter one of another pack while both stay below its load."""
+    """Exchanges an item of the heaviest pack with a lighter item of another pack, while both packs stay below its
+    load."""
     sums = [sum(weights[item] for item in pack) for pack in packs]
     for _ in range(4 * len(weights)):
         heavy = max(range(len(packs)), key=lambda pack: sums[pack])

@@ -32,8 +32,8 @@ class TensorParallel(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def begin_all_reduce(self, x: torch.Tensor) -> Callable[[], None]:
-        """Begins an all-reduce. `x` is the sum once the returned function has been called; on a GPU the stream waits in
-        it, not the host. Sums are made in the order in which they began."""
+        """Begins an all-reduce. `x` is the sum after a call of the returned function; on a GPU the stream waits in it,
+        not the host. Sums complete in the order in which they began."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,13 +54,13 @@ class TensorParallel(Protocol):
         ...
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """The element-wise minimum over the ranks, which all pass the same number of values. It runs from host to host,
-        without waiting for the devices."""
+        """The element-wise minimum over the ranks, which pass equally many values. It is computed on the hosts, without
+        waiting for the devices."""
         ...
 
     def before_close(self, action: Callable[[], None]) -> None:
-        """Has `action` called when the group closes, before it does: NCCL waits for the CUDA graphs that have recorded
-        its collectives to be destroyed."""
+        """Calls `action` just before the group closes: NCCL waits until the CUDA graphs with its collectives are
+        destroyed."""
         ...
 
     def close(self) -> None: ...
@@ -238,11 +238,9 @@ class RankGroup:
 
 
 def _process_group(store: Store, rank: int, size: int, device: str, host: str, timeout: timedelta) -> Any:
-    """A group of gloo or NCCL over the caller's store. Untyped: a CPU build of torch does not name NCCL's class.
-
-    gloo needs no key, and listens at the machine's name by default: ranks that share a host listen on the loopback
-    alone.
-    """
+    """Creates a group of gloo or NCCL over the caller's store. Untyped, because a CPU build of torch lacks NCCL's
+    class. gloo needs no key and listens at the machine's name by default; ranks of one host listen on the loopback
+    only."""
     from torch import distributed
 
     backends: Any = distributed

@@ -51,7 +51,7 @@ class Leader:
         self.followers = cast(RankOperations, _Followers(self._send, messages))
 
     def everywhere(self, part: Part) -> Part:
-        """Wraps `part` of rank 0: the followers do each operation before rank 0 does it."""
+        """Wraps `part` of rank 0: the followers run each operation before rank 0 does."""
         return part if self.alone else cast(Part, _Everywhere(part, self.followers, self._messages))
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class LeadingRunner:
 
 
 def for_followers(batch: Batch) -> Batch:
-    """The batch without what only sampling needs. Which rows sample stays: their logits are gathered."""
+    """Returns the batch without the data for sampling, but with the rows that sample: their logits are gathered."""
     return Batch(rows=tuple(_unsampled(row) for row in batch.rows))
 
 
@@ -181,13 +181,13 @@ class HostedStore(RendezvousStore):
 
 
 def open_store(host: str, port: int = 0, *, key: bytes = b"", timeout_s: float = 60.0) -> HostedStore:
-    """Opens rank 0's store for the rendezvous. `store.port` is the port it listens on when `port` is 0, `store.key`
-    what the other ranks need when no `key` is given."""
+    """Opens rank 0's store. With `port` 0, `store.port` is the chosen port; without a `key`, `store.key` is the key for
+    the other ranks."""
     return HostedStore(host, port, key=key, timeout_s=timeout_s)
 
 
 def find_store(host: str, port: int, *, key: bytes, timeout_s: float = 60.0) -> RendezvousStore:
-    """Connects to the store that rank 0 opens at this address. Raises WorkerLost if there is no store, or one with
+    """Connects to the store that rank 0 opens at this address. Raises WorkerLost without a store, or for one with
     another key."""
     deadline_s = time.monotonic() + timeout_s
     while True:

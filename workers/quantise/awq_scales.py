@@ -62,8 +62,8 @@ def fold_scales(
     observed: Mapping[tuple[str, ...], InputSample],
     rounding_of: RoundingOf,
 ) -> None:
-    """Scales weights of a layer in place. `tensors` has them by their names in the checkpoint, whose linear weights are
-    observed by the names of the projections with the same input."""
+    """Scales weights of a layer in place. `tensors` has them by name; the linear weights of projections with the same
+    input are observed."""
     for names, sample in observed.items():
         producer = _PRODUCERS.get(names[0].removeprefix(f"{layer}."))
         divided = [
@@ -83,7 +83,7 @@ def fold_scales(
 
 
 def _best_scale(weights: Mapping[str, torch.Tensor], sample: InputSample, rounding_of: RoundingOf) -> torch.Tensor:
-    """[I]: magnitudes of the inputs to a power, and of the weights in their groups to the opposite one."""
+    """[I]: powers of the inputs' magnitudes, times the opposite powers of the weights' magnitudes in their groups."""
     rows_SI = sample.rows()
     inputs_I = sample.magnitude_I.clamp(min=1e-5)
     relative = []
@@ -108,7 +108,7 @@ def _best_scale(weights: Mapping[str, torch.Tensor], sample: InputSample, roundi
 def clipped_scales(
     weight_OI: torch.Tensor, rows_SI: torch.Tensor, rounding: GroupRounding, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[O, G]: of each group the scale, at most that of rounding to nearest, with the least error of its outputs."""
+    """[O, G]: the scale of each group with the least error of its outputs, at most that of rounding to nearest."""
     whole_OG = rounding.scales(weight_OI, torch.float32)
     scales = []
     size = rounding.group_size

@@ -227,7 +227,7 @@ class _ObservedMatrix:
         return self._matrix.before_gate(x_TI, bias_O)
 
     def pack(self) -> None:
-        """Stays as loaded: the weight is replaced by its rounded one."""
+        """Keeps the layout: the weight is replaced by its rounded values."""
 
     def dequantised(self) -> torch.Tensor:
         return self._matrix.dequantised()

@@ -99,7 +99,7 @@ class LayerWalk:
             self._streams_TE[place] = self._through(layer, place)
 
     def nats(self, encodings: WeightEncodings) -> float:
-        """Mean cross entropy of the sequences' tokens but the first of each, in nats."""
+        """Mean cross entropy in nats, over all tokens but the first of each sequence."""
         context, config = self.context(encodings), self._config
         tied = self._embedding() if config.tied_embeddings else None
         norm, head = last_norm_of(context, config), head_of(context, config, tied)

@@ -27,8 +27,9 @@ class ActivationRounding:
     outliers_from: float | None = None
 
     def rounded(self, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Levels [T, I] and scales [T, 1], or [T, I] where groups have their own; float32. The input is their product,
-        outliers apart, whose levels are zero. A token, or group, with a number that is not finite has the scale NaN."""
+        """Returns levels [T, I] and scales [T, 1], or [T, I] for scales of groups, in float32. Their product is the
+        input without outliers, whose levels are zero. A token or group with a number that is not finite has the scale
+        NaN."""
         x_TI = x_TI.float()
         if self.outliers_from is not None:
             x_TI = torch.where(x_TI.abs() < self.outliers_from, x_TI, 0.0)
@@ -40,8 +41,8 @@ class ActivationRounding:
         return self._levels((x_TI / scale).nan_to_num(0.0)), scale
 
     def outliers(self, x_TI: torch.Tensor) -> torch.Tensor | None:
-        """Inputs that are multiplied unrounded, zero elsewhere; None where there are none. On other devices than the
-        CPU the host does not look: a CUDA graph could not be captured."""
+        """Returns unrounded inputs, zero elsewhere; None without any. On a GPU the host does not look at values, which
+        a CUDA graph could not record."""
         if self.outliers_from is None:
             return None
         outliers = torch.where(x_TI.abs() >= self.outliers_from, x_TI, 0.0)

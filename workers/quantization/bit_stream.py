@@ -54,7 +54,7 @@ def unpack_bits(stream_OW: torch.Tensor, bits: int, num_values: int) -> torch.Te
 
 
 def select_columns(stream_OW: torch.Tensor, bits: int, columns: torch.Tensor | slice, num_values: int) -> torch.Tensor:
-    """The stream of some of each row's `num_values` columns, in their order. Unpacks one tile of rows at a time."""
+    """Selects columns of each row's `num_values`, in their order. Unpacks one tile of rows at a time."""
     if isinstance(columns, slice):
         first, last, _ = columns.indices(num_values)
         if first * bits % 8 == 0:
@@ -73,6 +73,6 @@ def _columns(values_OI: torch.Tensor, columns: torch.Tensor | slice) -> torch.Te
 
 
 def tiles_of(num_rows: int, num_values: int) -> list[slice]:
-    """Ranges of rows, each of so many values that a few copies of them are small beside a model."""
+    """Divides the rows into ranges of which a few copies are small beside a model."""
     step = max(1, _TILE // max(1, num_values))
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)] or [slice(0, 0)]

@@ -142,14 +142,13 @@ class QuantisedWeight:
         )
 
     def in_groups_from(self, first: int) -> QuantisedWeight:
-        """This weight, whose codes are of inputs [first, first + I) of a layer and whose groups are all of the layer's
-        groups, with only those that it has inputs of."""
+        """Drops the groups without inputs here: the codes are of inputs [first, first + I) of a layer, the groups those
+        of the whole layer."""
         offset, groups = self._groups_touched(first, self.num_columns)
         return replace(self, group_offset=offset, **groups)
 
     def cut_inputs(self, start: int, size: int) -> QuantisedWeight:
-        """The columns of inputs [start, start + size), which become inputs 0 to size. Groups and blocks that the cut
-        goes through stay whole."""
+        """Cuts out the columns of inputs [start, start + size). A group or block at an edge stays whole."""
         if self.order_I is not None:
             return self._cut_ordered(start, size)
         codes = select_columns(self.codes_OW, self.bits, slice(start, start + size), self.num_columns)
@@ -160,8 +159,8 @@ class QuantisedWeight:
         return replace(self, codes_OW=codes, num_inputs=size, group_offset=offset, **groups)
 
     def _groups_touched(self, first: int, size: int) -> tuple[int, dict[str, Any]]:
-        """The groups of columns [first, first + size) behind the first group's start: their `group_offset`, and what
-        changes."""
+        """Returns the groups of columns [first, first + size), counted from the first group's start: their
+        `group_offset`, and the changed fields."""
         per_block = self.scale.groups_per_block
         width = self.group_size * per_block
         blocks = slice(first // width, -(-(first + size) // width))
@@ -187,8 +186,8 @@ class QuantisedWeight:
 
 
 def sorted_by_group(weight: QuantisedWeight, group_I: torch.Tensor | None, first: int) -> QuantisedWeight:
-    """`weight`, of inputs [first, first + I) of a layer with all of the layer's groups, in the order of its inputs'
-    groups `group_I`; None, or all below 0: they are in order."""
+    """Sorts `weight`, of inputs [first, first + I) of a layer and with all of its groups, by the inputs' groups
+    `group_I`. None, or only numbers below 0: the inputs are in order."""
     if group_I is None or bool((group_I < 0).any()):
         return weight.in_groups_from(first)
     regular = torch.arange(first, first + weight.num_columns, device=group_I.device) // weight.group_size
@@ -204,7 +203,7 @@ def sorted_by_group(weight: QuantisedWeight, group_I: torch.Tensor | None, first
 
 
 def joined(weights: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
-    """Weights of one input as one, their outputs side by side; None where they differ in more than their outputs."""
+    """Joins weights with the same input along their outputs; None if they differ in anything else."""
     first, *others = weights
     if not others:
         return first

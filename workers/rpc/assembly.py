@@ -87,8 +87,8 @@ def follow(config: WorkerConfig, rank_id: RankId) -> None:
 
 
 def _open_lanes(config: LaneConfig, rank: LoadedRank, rank_id: RankId, wake_up: WakeUp) -> RankTransfer[torch.Tensor]:
-    """One rank's ends of its worker's lanes, which notify the worker when there is something to poll. Every rank calls
-    it at the same time: rank 0 opens their rendezvous server and sends its address to the others."""
+    """Opens one rank's ends of its worker's lanes, which wake the worker when there is something to poll. Every rank
+    calls it at the same time: rank 0 opens the rendezvous server and sends its address to the others."""
     lanes = CollectiveTransport(rank=rank_id.rank, device=rank.device, host=rank_id.host, config=config)
     address = LaneAddress(worker_id=rank_id.worker_id, incarnation=rank_id.incarnation, host=rank_id.host, port=0)
     if rank_id.rank == 0:

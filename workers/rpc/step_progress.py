@@ -24,8 +24,8 @@ class StepProgress:
             self._working, self._since_s = True, now
 
     def turned(self, engine: Engine, *, stepped: bool, now: float) -> None:
-        """Records a turn, in which a step may have ended or begun. A worker with tickets alone is not stuck: they wait
-        for other workers, and their leases are renewed."""
+        """Records a turn of the engine. A worker that only has tickets is not stuck: tickets wait for other workers
+        under leases."""
         if stepped or not engine.scheduler.has_requests():
             self._since_s = now
 

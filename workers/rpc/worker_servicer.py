@@ -61,8 +61,7 @@ class GatewayStream:
     def message(
         self, updates: Sequence[SequenceUpdate], events: tuple[KVEvents, ...], load: WorkerLoad | None
     ) -> StepMessage:
-        """The message to this gateway. A request with exactly one more token and no other change is named by its
-        number."""
+        """The message to this gateway. A request whose only change is one more token is named by its number."""
         others, numbers, token_ids = list[SequenceUpdate](), list[int](), list[int]()
         for update in updates:
             request_id = update.request_id

@@ -53,7 +53,7 @@ class CudaRecorder:
 
 
 def why_eager(decoder: ServedDecoder) -> str:
-    """Why steps of this model cannot be replayed; empty if they can."""
+    """Returns why steps of this model cannot be replayed; "" if they can."""
     if not isinstance(decoder, Decoder):
         return "transformers computes its layers"
     if any(isinstance(rope, DynamicRope | LongRope) for rope in decoder.config.ropes):
@@ -111,7 +111,7 @@ class DecodeGraphs:
         log.info("captured %d decode steps in %.1f s", len(self._sizes), time.perf_counter() - start_s)
 
     def size_for(self, packed: Packed) -> int | None:
-        """The size to pad this step to, or None if it must run eagerly. The step is counted."""
+        """Counts the step and returns its padded size, or None if it must run eagerly."""
         size = size_for(packed, self._sizes)
         self.num_replayed += size is not None
         self.num_eager += size is None

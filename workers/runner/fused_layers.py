@@ -16,11 +16,9 @@ from workers.models.interface import ServedDecoder
 
 
 def fused_layers(decoder: ServedDecoder, attention: AttentionBackend, notify: Callable[[int], None]) -> Through | None:
-    """The fused layers of a packed model with this attention; None if its layers run one by one.
-
-    `notify` is called with each layer whose keys and values are written; in a step without prompts, it is called
-    with the last layer only, since no push waits for a part of the step.
-    """
+    """Returns the fused layers of a packed model with this attention; None if layers must run one by one. `notify` is
+    called with each layer whose keys and values are written; in a step without prompts only with the last layer,
+    because no push waits for a part of it."""
     if not isinstance(decoder, Decoder):
         return None
     backends = attention.backends if isinstance(attention, GroupedAttention) else (attention,)

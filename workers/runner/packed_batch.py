@@ -116,7 +116,7 @@ def sampled_rows(batch: Batch) -> dict[int, int]:
 
 
 def num_sampled(batch: Batch) -> int:
-    """Tokens that the step samples: one after each sampling row, and one after each draft."""
+    """The number of tokens that the step samples: one for each sampling row, and one for each draft."""
     return sum([1 + len(row.draft_ids) for row in batch.rows if row.sample is not None])
 
 
@@ -145,7 +145,7 @@ def _wanted(row: Row, start: int) -> list[int]:
 
 
 def num_pooled(row: Row) -> int:
-    """The positions of a row whose hidden states are wanted: all, or the last one."""
+    """The number of a row's positions whose hidden states are pooled: all, or the last one."""
     return 0 if not row.pooling else row.num_tokens if row.pooling == MEAN else 1
 
 

@@ -17,15 +17,15 @@ NOWHERE = -1
 
 
 def captured_sizes(max_rows: int) -> tuple[int, ...]:
-    """Rows to capture graphs for, ascending: 1, 2, 4, then 8 apart up to 64, 16 apart up to 256, 64 apart beyond, and
-    `max_rows` itself. A step of more than 8 rows is padded by less than a half, one of 64 by an eighth at most."""
+    """Sizes of captured graphs, ascending: 1, 2, 4, then in steps of 8 up to 64, of 16 up to 256, of 64 beyond, and
+    `max_rows` itself. A step of more than 8 rows is padded by less than a half, one of 64 by at most an eighth."""
     steps = (*range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 64))
     return tuple(sorted({size for size in (1, 2, 4, *steps) if size < max_rows} | {max_rows}))
 
 
 def warming_steps(max_tokens: int, max_rows: int, *, block_size: int, num_groups: int) -> Iterator[Packed]:
-    """A step that decodes, and prompts of 2, 3, 5, 9 and so on up to `max_tokens` tokens, written to no block, with
-    logits of at most `max_rows` positions: kernels change their tiles at powers of two."""
+    """A decode step, and prompts of 2, 3, 5, 9 and so on up to `max_tokens` tokens, with logits of at most `max_rows`
+    positions; no block is written. Kernels change their tiles at powers of two."""
     yield nothing(1, num_groups)
     lengths = {min(2**power + 1, max_tokens) for power in range(max_tokens.bit_length())}
     for num_tokens in sorted(lengths):

@@ -218,7 +218,7 @@ class TorchRunner:
         return logits_RV, None
 
     def _latest(self, batch: Batch) -> torch.Tensor | None:
-        """For each token to sample, the one before it, if penalties must count it and the host does not know it."""
+        """The token before each one to be sampled, if penalties must count it and the host lacks it."""
         places = [
             self._sampled[row.depends_on_row]
             if row.depends_on_row is not None and is_penalised(row.sample.params)
@@ -291,8 +291,8 @@ class Sampling:
         return self._queued.is_over()
 
     def fetch(self) -> StepOutput:
-        """The step's output. It waits also for a step that samples nothing: the step's duration is measured, and its KV
-        must be complete."""
+        """Returns the step's output. Also waits for a step without samples: its duration is measured, and its KV must
+        be complete."""
         self._queued.wait()
         drawn = iter(self.drawn.fetch() if self.drawn is not None else ())
         rows = [
@@ -314,8 +314,8 @@ class Sampling:
         return StepOutput(rows=tuple(rows))
 
     def _masks(self, index: int, row: Row, sample: Sample) -> Sequence[Mask]:
-        """A row's masks: of its next token, and after each draft up to the first that its grammar does not allow. None
-        if its answer cannot continue, or not yet: such a row is sampled with the others, and reported."""
+        """A row's masks: of its next token, and after each draft up to the first that its grammar forbids. None if its
+        answer cannot continue, or its masks are pending: the row is sampled with the others, and reported."""
         assert self._grammars is not None, "a grammar passed an engine that has none"
         try:
             mask = self._grammars.allowed(row.request_id, sample)

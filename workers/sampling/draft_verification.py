@@ -10,8 +10,8 @@ from workers.batch import RowOutput, Sample, is_penalised
 
 
 def drafted_samples(sample: Sample, draft_ids: Sequence[int]) -> list[Sample]:
-    """How to choose the token before the first draft, and the one after each: with its own index, the drafts before it
-    as part of the output, and no banned ids once there are `min_tokens`."""
+    """Returns how to sample the first draft's position and each following one: with its own index, earlier drafts as
+    part of the output, and no banned ids after `min_tokens`."""
     params = sample.params
     counts_output = bool(params.grammar) or is_penalised(params)
     return [
@@ -26,9 +26,8 @@ def drafted_samples(sample: Sample, draft_ids: Sequence[int]) -> list[Sample]:
 
 
 def verified(sampled: Sequence[RowOutput], draft_ids: Sequence[int]) -> RowOutput:
-    """The output of a row, from one output for each drafted position and the one after them: the tokens up to the first
-    that differs from its draft. A position that failed counts only if it is the first: later ones are computed again
-    in the next step, and fail there."""
+    """Returns a row's output up to the first token that differs from its draft. A failed position counts only if it is
+    the first: the next step computes later ones again."""
     token_ids, logprobs = list(sampled[0].token_ids), list(sampled[0].logprobs)
     if sampled[0].error is not None:
         return sampled[0]

@@ -22,10 +22,9 @@ Ints = NDArray[np.int64]
 
 
 def penalise(logits_RV: torch.Tensor, samples: Sequence[Sample], latest_R: torch.Tensor | None) -> None:
-    """In place. Repetition counts prompt and output, as in transformers; the others the output, as in OpenAI's API.
-
-    `latest_R` has, for a row that depends on another, the output token after those of its `Sample`; NONE elsewhere.
-    """
+    """Penalises in place. Repetition counts prompt and output, as in transformers; the others the output, as in
+    OpenAI's API. `latest_R` has the output token after those of the `Sample` for a row that depends on another row;
+    NONE elsewhere."""
     rows = [row for row, one in enumerate(samples) if is_penalised(one.params)]
     if not rows:
         return
@@ -72,7 +71,7 @@ class _Penalties:
         counts_P: torch.Tensor,
         only_P: torch.Tensor | None = None,
     ) -> None:
-        """To logits of ids that have occurred, `counts_P` times in the output. Pairs differ from one another."""
+        """Penalises logits of ids that occur `counts_P` times in the output. Pairs (row, id) are unique."""
         rows_P, repetition_P = rows_Q[owners_P], self.repetition_Q[owners_P]
         old_P = logits_RV[rows_P, ids_P]
         repeated_P = torch.where(old_P > 0, old_P / repetition_P, old_P * repetition_P)

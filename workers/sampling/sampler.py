@@ -204,7 +204,7 @@ def _filter(scaled_RV: torch.Tensor, params: Sequence[SamplingParams]) -> None:
 
 
 def _keep(scaled_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """How many of its best tokens each row keeps: top-k, and of those as many as top-p takes. [R] int64."""
+    """Returns how many of its best tokens each row keeps: top-k, and of those as many as top-p needs. [R] int64."""
     device, vocab_size = scaled_RV.device, scaled_RV.shape[1]
     limits = [min(each.top_k or vocab_size, vocab_size) for each in params]
     counts_R = torch.tensor(limits, device=device)
@@ -216,10 +216,8 @@ def _keep(scaled_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
 
 
 def _nucleus(scaled_RV: torch.Tensor, limits_R: torch.Tensor, mass_R: torch.Tensor, width: int) -> torch.Tensor:
-    """How many of a row's `limits_R` best tokens it takes to reach `mass_R` of their sum: at least one. [R] int64.
-
-    Looks at the `width` best, and at all of a row whose mass lies beyond them. Limits above it must be V.
-    """
+    """Returns how many of a row's `limits_R` best tokens reach `mass_R` of their sum, at least one. [R] int64. Reads
+    the `width` best tokens, and all of a row that needs more. Limits above `width` must be V."""
     best_RW = scaled_RV.topk(width, dim=-1).values.exp_()
     sums_RW = best_RW.cumsum(dim=-1)
     total_R1 = sums_RW.gather(1, limits_R.clamp(max=width).unsqueeze(1) - 1)
@@ -235,7 +233,7 @@ def _nucleus(scaled_RV: torch.Tensor, limits_R: torch.Tensor, mass_R: torch.Tens
 
 
 def _best(values_RV: torch.Tensor, counts_R: torch.Tensor) -> torch.Tensor:
-    """Mask of the `counts_R` (1 to V) highest values of each row; of equal ones the lower ids. [R, V] bool."""
+    """A mask of the `counts_R` (1 to V) highest values of each row; lower ids win ties. [R, V] bool."""
     edge_R1 = values_RV.topk(int(counts_R.max()), dim=-1).values.gather(1, counts_R.unsqueeze(1) - 1)
     kept_RV = values_RV >= edge_R1
     if rows := (kept_RV.sum(dim=-1) > counts_R).nonzero().squeeze(1).tolist():

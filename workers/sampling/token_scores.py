@@ -42,7 +42,7 @@ class TokenScores:
 
 
 def _ranks(values_TV: torch.Tensor, token_ids_T: torch.Tensor, chosen_T: torch.Tensor) -> torch.Tensor:
-    """Where each row's token stands in it, from 1 on: a pass over the row, beside which no sorting is needed."""
+    """The rank of each row's token, from 1, in one pass without sorting."""
     ids_V = torch.arange(values_TV.shape[1], device=values_TV.device)
     chosen_T1, earlier_TV = chosen_T.unsqueeze(1), ids_V < token_ids_T.unsqueeze(1)
     return 1 + ((values_TV > chosen_T1) | ((values_TV == chosen_T1) & earlier_TV)).sum(dim=1)
@@ -51,8 +51,7 @@ def _ranks(values_TV: torch.Tensor, token_ids_T: torch.Tensor, chosen_T: torch.T
 def _best(values_TV: torch.Tensor, count: int) -> torch.Tensor:
     """Ids of the `count` highest values of each row, best first. [T, count] int64.
 
-    `topk` promises no order among equal values, so ranks are made unequal: the float's bits, then the id's complement.
-    """
+    `topk` promises no order among equal values, so keys are unique: the float's bits, then the id's complement."""
     vocab_size = values_TV.shape[1]
     bits_TV = (values_TV + 0.0).view(torch.int32)  # + 0: -0 becomes 0, which it equals
     ordered_TV = (bits_TV ^ ((bits_TV >> 31) & 0x7FFFFFFF)).long()

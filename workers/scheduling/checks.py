@@ -36,7 +36,7 @@ def check_request(request: Request, pool: BlockPool, num_due: int) -> None:
 
 
 def check_queues(requests: Collection[Request], waiting: Sequence[Request], running: Sequence[Request]) -> None:
-    """Asserts that every request that is not held is in the queue of its state, and that queues are ordered by rank."""
+    """Asserts that every request that is not held is in the queue of its state, and that queues are sorted by rank."""
     for queue, state in ((waiting, State.WAITING), (running, State.RUNNING)):
         assert all(request.state is state for request in queue)
         assert all(a.rank < b.rank for a, b in pairwise(queue)), "a queue is out of order"
@@ -50,8 +50,8 @@ def check_blocks(
     sampling: Sequence[Container[Request]],
     held_elsewhere: Iterable[Iterable[int]],
 ) -> None:
-    """Asserts that every reference in the pool is of a request or in `held_elsewhere`, and each request's invariants.
-    `sampling`: the requests for which each step in flight samples."""
+    """Asserts that every reference in the pool belongs to a request or is in `held_elsewhere`, and each request's
+    invariants. `sampling`: the requests that each step in flight samples."""
     pool.check_integrity()
     references = Counter(chain.from_iterable(held_elsewhere))
     for request in requests:
@@ -61,7 +61,7 @@ def check_blocks(
 
 
 def check_references(pool: BlockPool, references: Mapping[int, int]) -> None:
-    """Asserts that the pool counts as many references of each block as their holders know of."""
+    """Asserts that the pool counts the references of each block as their holders do."""
     for block_id in range(pool.num_blocks):
         held_by, counted = references[block_id], pool.num_references(block_id)
         assert held_by == counted, f"block {block_id} has {counted} references, its holders know of {held_by}"

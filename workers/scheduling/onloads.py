@@ -40,19 +40,19 @@ class Onloads:
 
     @property
     def num_batch_slots(self) -> int:
-        """Slots of the batch that are kept for requests whose blocks are being loaded."""
+        """Slots of the batch reserved for requests whose blocks are being loaded."""
         return len(self._batch_slots)
 
     def prefix_savings(self, request: Request) -> int:
-        """Tokens that a waiting request need not compute: they are being loaded, or were cached when it arrived."""
+        """Tokens that a waiting request need not compute: loading, or cached when it arrived."""
         if request.onload is None:
             return request.prefix_savings
         return 0 if request.onload.done else request.onload.num_tokens
 
     def pin(self, hashes: Sequence[BlockHash], here: CachedPrefix) -> tuple[CachedPrefix, list[int]]:
         """The prefix of `hashes` that a request begins with, and the host slots of its pages that are not on the
-        device. If computing those is quicker, it is the prefix that is `here`, without slots. Slots keep their content
-        until they are loaded, or until `unpin`."""
+        device. If computing is faster, returns the prefix on the device, `here`, without slots. Slots keep their
+        content until they are loaded, or until `unpin`."""
         host = self._pool.host
         if host is None:
             return here, []
@@ -65,7 +65,8 @@ class Onloads:
         return found, slots
 
     def _names(self, hashes: Sequence[BlockHash], found: CachedPrefix) -> list[bytes]:
-        """Names of a chain's pages that the host may keep: all of groups without a window, else those of the prefix."""
+        """Names of a chain's pages that the host may keep: all pages of groups without a window, else those of the
+        prefix."""
         if not self._pool.has_windows and len(found.num_passed) == 1:
             return list(hashes)
         windows = self._pool.windows.windows
@@ -158,7 +159,7 @@ class Onloads:
                 self._finish(load)
 
     def finish_next(self) -> bool:
-        """Finishes the onload that began first; the device waits for its copy. False if there is none."""
+        """Finishes the oldest onload: the device waits for its copy. False without one."""
         load = next(iter(self._copying.values()), None)
         if load is not None:
             self._finish(load)

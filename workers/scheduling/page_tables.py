@@ -53,7 +53,7 @@ def take_prompt_pages(request: Request, prefix: CachedPrefix, pool: BlockPool, *
 
 
 def chunks_lacking(running: Iterable[Request], pool: BlockPool, chunk: int) -> list[tuple[Request, int]]:
-    """Running prompts, with the number of pages that their next chunk lacks."""
+    """Returns running prompts with the number of pages that their next chunk lacks."""
     prompts = [request for request in running if request.num_to_plan > 1]
     return [
         (request, num_lacking(request, pool, request.num_planned + min(request.num_to_plan, chunk)))
@@ -82,7 +82,7 @@ def take_draft_pages(request: Request, pool: BlockPool, num_drafts: int, *, head
 
 
 def extend_tables(request: Request, pool: BlockPool) -> None:
-    """One more page in each table, which the pool must have."""
+    """Adds a page to each table. The pool must have it."""
     fresh = pool.allocate(len(request.tables))
     assert fresh is not None, "a batch is not prolonged beyond the blocks there are"
     for table, page in zip(request.tables, fresh, strict=True):
@@ -118,8 +118,8 @@ def give_back(request: Request, pool: BlockPool) -> None:
 
 
 def drop_tables(request: Request, pool: BlockPool) -> None:
-    """Makes the tables empty; their pages were released. The host keeps what a prompt reads that begins with all of the
-    request."""
+    """Empties the tables after their pages were released. The host keeps the pages that a continuation of the whole
+    request reads."""
     if pool.host is not None and pool.has_windows:
         for group, passed in enumerate(request.num_passed):
             tail = _tail(pool, group, request.num_sealed)

@@ -48,8 +48,8 @@ def plan_drafts(
 
 
 def notify_computed(speculation: Speculation | None, requests: Sequence[Request], batch: Batch) -> None:
-    """Passes the verified positions of an applied step to proposers that need them. The pages of a request that has
-    ended by this step have not been given to another one yet."""
+    """Passes the verified positions of an applied step to proposers that need them. Called before pages of requests
+    that ended in this step are used again."""
     if speculation is None or not speculation.reads_steps:
         return
     rows: list[ComputedRow] = []
@@ -75,8 +75,7 @@ def notify_computed(speculation: Speculation | None, requests: Sequence[Request]
 
 
 def without_waiting(speculation: Speculation, decoding: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
-    """`decoding`, requests each with a number of blocks, without those that leave out a step until their token in
-    flight is known: drafts follow known tokens."""
+    """Leaves out requests that sit out a step until their token in flight is known: drafts follow known tokens."""
     asking = [each.request_id for each, _ in decoding if each.num_due == 1]
     waiting = speculation.promising(asking, num_rows=len(decoding))
     return [(each, num_blocks) for each, num_blocks in decoding if each.request_id not in waiting]

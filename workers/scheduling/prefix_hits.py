@@ -16,10 +16,8 @@ class PrefixHits:
         self._pending = pending
 
     def match(self, request: Request) -> CachedPrefix | None:
-        """Cached blocks that the request can start from; None while another request computes more of them.
-
-        It waits until the last block they share is cached, or the other request has gone, and checks that one only.
-        """
+        """Cached blocks from which the request can start; None while another request computes more of its blocks. Then
+        it waits until their last common block is cached, or the other request is gone."""
         if request.block_ids:
             return self._pool.match_prefix(())
         if request.waiting_on_block in self._pending:

@@ -76,8 +76,8 @@ class Role:
         return True
 
     def after_prefill(self, request: Request) -> Disposition:
-        """The disposition of a request. Called once, with the first token that this engine sampled for it, unless that
-        token ended it."""
+        """Returns the disposition of a request. Called once, with the first token that this engine sampled, unless that
+        token ended the request."""
         return Disposition.KEEP
 
     def migrate(self, request: Request, ticket: Ticket, now: float) -> None:

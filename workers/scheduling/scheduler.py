@@ -127,8 +127,8 @@ class Scheduler:
 
     @property
     def blocked(self) -> bool:
-        """Whether the last plan left a request waiting for lack of blocks whose client reads. Then none should be
-        reserved for tickets. False once no request waits: there may be no further plan that would notice it."""
+        """Whether the last plan left a request waiting for blocks, and its client reads. Then no blocks should be
+        reserved for tickets. False once no request waits, even without a further plan."""
         return self._blocked and bool(self._waiting)
 
     @property
@@ -177,8 +177,8 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def set_unread(self, request_id: str, is_unread: bool, now: float) -> None:
-        """A request whose client reads nothing ranks behind all others until the client reads on: it runs only in slots
-        and blocks that no other request wants. Ignores an unknown request."""
+        """Ranks a request whose client reads nothing after all others until the client reads on: it runs only in slots
+        and blocks that no other request needs. Ignores an unknown request."""
         request = self._requests.get(request_id)
         if request is None or request.is_unread == is_unread:
             return
@@ -249,8 +249,8 @@ class Scheduler:
         return Batch(rows=tuple([row for _, row in rows]))
 
     def _make_room(self, now: float) -> bool:
-        """From the batch to the end of the queue, with their blocks, go sequences whose time slice is over. False if
-        steps in flight, which have their rows, must end first."""
+        """Moves sequences whose time slice is over, with their blocks, to the end of the queue. False if steps in
+        flight with their rows must end first."""
         leaving = sequences_to_pause(
             self._running, self._waiting, self.pool, self.config, now, is_blocked=self._blocked
         )
@@ -278,7 +278,7 @@ class Scheduler:
         return Batch(rows=tuple(rows), num_steps=batch.num_steps + num_steps)
 
     def _take_chunk_pages(self) -> bool:
-        """Takes the pages that the next chunk of each running prompt writes, before any row is planned: those that lack
+        """Takes the pages that the next chunk of each running prompt writes, before any row is planned: prompts without
         room may preempt others. False if steps in flight must end first."""
         lacking = page_tables.chunks_lacking(self._running, self.pool, self.config.largest_chunk)
         if self._in_flight and sum([num for _, num in lacking]) > self.pool.num_free:
@@ -329,9 +329,9 @@ class Scheduler:
         return len(self._running) + self.onloads.num_batch_slots < self.config.max_num_seqs
 
     def _take_back_blocks(self) -> None:
-        """Takes the blocks of the last waiting request that has some, if its client reads nothing and another one lacks
-        blocks, or if nothing runs: requests that adopted blocks and each lack another one would wait for ever. It
-        recomputes them when it is admitted."""
+        """Takes the blocks of the last waiting request that has some, if its client reads nothing and another request
+        lacks blocks, or if nothing runs: requests with adopted blocks that each lack one would wait forever. The
+        request is recomputed when it is admitted."""
         adopted = [request for request in self._waiting if request.adopted]
         is_tie = len(adopted) > 1 and not (self._running or self._in_flight or len(self.onloads))
         if is_tie or (self._blocked and adopted and adopted[-1].is_unread):

@@ -67,9 +67,9 @@ def decodable(
 
 
 def may_follow(request: Request, max_len: int) -> bool:
-    """Whether the token that is being sampled for the request may be computed before the host knows it. Not if the
-    request ends with it, its role may hand the request over then, or the host needs it to choose the token after it.
-    The row of a request with drafts brings an unknown number of tokens."""
+    """Whether a request's next step may start before its sampled token is known. Not if the token ends the request or
+    its role may hand it over, or the host needs the token to choose the next one. A row with drafts brings an unknown
+    number of tokens."""
     if request.num_drafts:
         return False
     num_output = len(request.output_ids) + request.num_due
@@ -83,8 +83,8 @@ def may_follow(request: Request, max_len: int) -> bool:
 
 
 def draft_limit(request: Request, max_len: int) -> int:
-    """How many drafts the request's next row may have: with the token after them the answer is as long as it may be.
-    None while a step in flight samples a token."""
+    """How many drafts the request's next row may have, by the length of the answer. None while a step in flight samples
+    a token."""
     if request.num_due:
         return 0
     num_output = len(request.output_ids)
@@ -92,7 +92,7 @@ def draft_limit(request: Request, max_len: int) -> int:
 
 
 def without_stops(request: Request, draft_ids: tuple[int, ...], eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The drafts before the first that would end the answer: the step samples that token without drafting it."""
+    """The drafts before the first that would end the answer."""
     stops = stop_ids(request, eos_ids)
     at = next((at for at, token_id in enumerate(draft_ids) if token_id in stops), len(draft_ids))
     return draft_ids[:at]
@@ -142,8 +142,7 @@ def update_of(
     finish_reason: FinishReason | None,
     drafts: Mapping[str, Any],
 ) -> SequenceUpdate | None:
-    """The update that the row brought, if any. `first`: the prompt is computed with it; `drafts`: fields that count
-    them."""
+    """The update that the row brought, if any. `first`: the prompt is complete; `drafts`: fields that count them."""
     prompt_logprobs = out.prompt_logprobs[request.num_prompt_reported - row.start :] if row.prompt_targets else ()
     request.num_prompt_reported += len(prompt_logprobs)
     embedding = _pooled(request, row, out) if row.pooling else b""

@@ -63,14 +63,14 @@ def enter_batch(request: Request, now: float) -> None:
 
 
 def leave_batch(request: Request, config: SchedulerConfig, now: float) -> None:
-    """Pauses the request: it waits behind all others and keeps its blocks."""
+    """Pauses the request after all others; it keeps its blocks."""
     request.rank = rank_behind(request, config, now)
     request.state, request.adopted = State.WAITING, True
     request.since_s, request.awaits_slot = now, True
 
 
 def rank_behind(request: Request, config: SchedulerConfig, now: float) -> QueueRank:
-    """The request's rank if it arrived now; behind all others while its client reads nothing."""
+    """The request's rank if it arrived now; after all others while its client reads nothing."""
     if request.is_unread:
         return inf, request.rank[1]
     return now - request.priority * config.priority_head_start_s, request.rank[1]

@@ -79,7 +79,7 @@ class Acceptance:
     _own: dict[str, dict[Sort, PositionRates]] = field(default_factory=dict)
 
     def rates(self, request_id: str, draft: Draft) -> tuple[float, float]:
-        """The probabilities that the first position of this draft is accepted, and each further one if those before it
+        """The probabilities that a draft's first position is accepted, and each further position if the earlier ones
         are."""
         sort = sort_of(draft)
         shared = self._shared.get(sort)
@@ -91,7 +91,7 @@ class Acceptance:
         return min(max(first, LEAST_RATE), MOST_RATE), min(max(further, LEAST_RATE), MOST_RATE)
 
     def chances(self, request_id: str, draft: Draft, num_positions: int) -> list[float]:
-        """For each of so many positions, the probability that it is reached and accepted."""
+        """For each position, the probability that it is reached and accepted."""
         first, further = self.rates(request_id, draft)
         return [first * further**place for place in range(num_positions)]
 
@@ -114,7 +114,7 @@ class Acceptance:
             shared.fade(KEEP_PASSED)
 
     def forget(self, source: str) -> None:
-        """Drafts of this source are as likely as those of a new one."""
+        """Forgets a source's record: its drafts count as those of a new source."""
         for rates in (self._shared, *self._own.values()):
             for sort in [key for key in rates if key[0] == source]:
                 del rates[sort]
@@ -124,5 +124,5 @@ class Acceptance:
 
 
 def sort_of(draft: Draft) -> Sort:
-    """Drafts of one source whose evidence has as many binary digits."""
+    """Groups drafts by source and by the number of binary digits of their evidence."""
     return draft.source, draft.evidence.bit_length()

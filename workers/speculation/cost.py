@@ -62,7 +62,7 @@ class StepSeconds:
         return (mean.seconds * mean.weight + line * LINE_WEIGHT) / (mean.weight + LINE_WEIGHT)
 
     def _fit(self) -> None:
-        """The straight line of least squares, by weight, that does not fall. Its slope is drawn to the assumed one."""
+        """Fits a line by weighted least squares that does not fall; its slope is drawn to the assumed one."""
         total = sum([mean.weight for mean in self._means.values()])
         middle = sum([place * mean.weight for place, mean in self._means.items()]) / total
         middle_s = sum([mean.seconds * mean.weight for mean in self._means.values()]) / total
@@ -74,7 +74,8 @@ class StepSeconds:
 
 
 def _place(num_positions: int) -> int:
-    """The number that stands for this one: itself up to `EXACT`, multiples of an eighth of the power of two beyond."""
+    """The number under which this one is counted: itself up to `EXACT`, then multiples of an eighth of the power of two
+    below."""
     if num_positions <= EXACT:
         return num_positions
     unit = 1 << (num_positions.bit_length() - 4)

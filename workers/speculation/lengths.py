@@ -24,10 +24,8 @@ def choose_lengths(
 ) -> list[int]:
     """For each draft, given by the chances of its positions (`Acceptance.chances`), how many of its tokens to verify.
 
-    A step without them has `num_positions`, of which `num_rows` bring a token. Together the drafts get at most
-    `budget`.
-    Of seconds that are all 0, every position is worth it.
-    """
+    A step without drafts has `num_positions`, of which `num_rows` bring a token. All drafts together get at most
+    `budget`. If all seconds are 0, every position pays."""
     lengths = [0] * len(chains)
     positions = sorted([(-chance, index) for index, chances in enumerate(chains) for chance in chances])
     positions = positions[: max(0, budget)]
@@ -45,7 +43,7 @@ def choose_lengths(
 
 
 def may_pay(*, num_rows: int, num_positions: int, nums_drafts: Sequence[int], seconds: Callable[[int], float]) -> bool:
-    """Whether some of these numbers of drafts would pay if all were accepted: if not, no proposer need be queried."""
+    """Whether some of these numbers of drafts would pay if all were accepted. If not, no proposer is queried."""
     first_s = seconds(num_positions)
     if not first_s:
         return True
@@ -62,12 +60,8 @@ def choose_depth(
     seconds: Callable[[int], float],
     drafting: Callable[[int, int], float],
 ) -> int:
-    """How many drafts to make of each sequence that may have some, by the chances of `max_drafts` positions; 0 if none
-    pay.
-
-    `drafting(rows, drafts)` is what making them takes, in seconds, beside the step. Where nothing was measured it is
-    `max_drafts`.
-    """
+    """How many drafts to compute for each sequence, by the chances of `max_drafts` positions; 0 if none pay,
+    `max_drafts` before any measurement. `drafting(rows, drafts)` is the proposer's time in seconds."""
     first_s = seconds(num_positions)
     if not first_s or not chains:
         return max_drafts if chains else 0

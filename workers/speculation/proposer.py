@@ -47,7 +47,7 @@ class SpeculatedSequence(Protocol):
 
     @property
     def cache_salt(self) -> bytes:
-        """Sequences of different salts must not learn from one another."""
+        """Sequences with different salts must not learn from each other."""
         ...
 
     @property
@@ -60,12 +60,12 @@ class SpeculatedSequence(Protocol):
 
     @property
     def tables(self) -> list[list[int]]:
-        """For each group of layers, the pages of the sequence's blocks while it runs. They hold its known tokens."""
+        """The pages of the running sequence's known tokens, for each group of layers."""
         ...
 
     @property
     def hashes(self) -> list[bytes]:
-        """Hashes of the sequence's full blocks, as far as they are known, with the salt in them."""
+        """Salted hashes of the sequence's full blocks that are known."""
         ...
 
 
@@ -111,8 +111,8 @@ class HiddenStates(Protocol[Tensor_co]):
     """The hidden states of the last launched step, on this rank's device."""
 
     def at(self, layer: int) -> Tensor_co:
-        """[T, E]: the input of `layer`, one of `ProposerNeeds.hidden_layers`, at the step's positions in the order of
-        its rows; of the final norm for the number of layers. Valid until the next launch."""
+        """[T, E]: the input of `layer` (one of `ProposerNeeds.hidden_layers`; the number of layers means the final
+        norm's output) at the step's positions, in the order of its rows. Valid until the next launch."""
         ...
 
 
@@ -143,8 +143,8 @@ class Proposer(Protocol):
         ...
 
     def computed(self, rows: Sequence[ComputedRow]) -> None:
-        """The rows of a step that was applied, of sequences that have begun and not ended, or of all. A preempted
-        sequence computes its positions again, from the start or from a cached prefix."""
+        """Receives the rows of an applied step, of running sequences or of all. A preempted sequence computes its
+        positions again, from the start or from a cached prefix."""
         ...
 
     def propose(self, queries: Sequence[DraftQuery]) -> Sequence[Draft]:
@@ -173,8 +173,8 @@ class TimedProposer(Protocol):
     def name(self) -> str: ...
 
     def skipped(self, rows: Sequence[ComputedRow]) -> None:
-        """In place of `computed`, while the proposer is paused: the rows of a step of which it computes nothing. Called
-        for every step if `ProposerNeeds.every_step` of any proposer."""
+        """Replaces `computed` while the proposer is paused: it computes nothing of these rows. Called for every step if
+        any proposer has `ProposerNeeds.every_step`."""
         ...
 
     def seconds(self, num_rows: int, num_drafts: int) -> float:
@@ -224,7 +224,7 @@ class ModelProposer(BaseProposer[State]):
         self._spent_s = 0.0
 
     def skipped(self, rows: Sequence[ComputedRow]) -> None:
-        """A model that reads tokens alone computes what it lacks when it is queried next."""
+        """Does nothing: a model that reads only tokens computes missing ones at its next query."""
 
     def take_seconds(self) -> float:
         spent_s, self._spent_s = self._spent_s, 0.0

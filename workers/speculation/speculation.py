@@ -130,8 +130,8 @@ class Speculation:
         return any(proposer.needs.every_step for proposer in self._proposers)
 
     def computed(self, rows: Sequence[ComputedRow]) -> None:
-        """The rows of an applied step, for proposers that need every step. A proposer that does not need every row gets
-        those of its own requests that go on; one that is paused computes none."""
+        """Passes the rows of an applied step to proposers that need every step. A proposer that does not need every row
+        gets those of its running requests; a paused one computes nothing."""
         for proposer in self._proposers:
             if self._is_paused(proposer.name):
                 self._timed[proposer.name].skipped(rows)
@@ -150,7 +150,7 @@ class Speculation:
         self.max_drafts = min(self.max_drafts, max_drafts)
 
     def begin(self, sequence: SpeculatedSequence, params: SpeculationParams) -> None:
-        """A request was submitted. It does not speculate if none of the sources that it names is here."""
+        """Begins a request, which does not speculate if none of its sources exists here."""
         if params.mode == "off":
             return
         proposers = [
@@ -177,7 +177,7 @@ class Speculation:
         self, limits: Sequence[tuple[str, int]], *, num_rows: int, num_positions: int, budget: int
     ) -> dict[str, tuple[int, ...]]:
         """Drafts to verify in the next step: of each (request id, limit) at most the limit, and of all together at most
-        `budget`. Without them the step computes `num_positions`, and `num_rows` of its rows bring a token. Ids of
+        `budget`. Without drafts the step computes `num_positions`, and `num_rows` of its rows bring a token. Ids of
         requests that do not speculate are ignored."""
         if budget <= 0:
             return {}
@@ -204,9 +204,8 @@ class Speculation:
         return all(num < at_least or num % every == 0 for at_least, every in UNCHOSEN)
 
     def promising(self, request_ids: Sequence[str], *, num_rows: int) -> set[str]:
-        """The sequences that had better sit out a step: drafts after their known tokens, as many as pay in a step of
-        `num_rows` rows, would bring more than the token that a step in flight and the step after it bring without.
-        Such a sequence is due when it is next queried for drafts."""
+        """Returns the sequences that should sit out a step, because drafts after their known tokens would bring more
+        than the step in flight and the next one. Such a sequence is due at its next query."""
         due: list[DraftQuery] = []
         for request_id in request_ids:
             sequence = self._sequences.get(request_id)
@@ -222,8 +221,8 @@ class Speculation:
     def _paying_drafts(
         self, queries: Sequence[DraftQuery], num_rows: int, num_positions: int, budget: int
     ) -> list[tuple[str, Draft, list[float], int]]:
-        """For each query that has a draft its request id, the draft with the chances of its positions, and how many of
-        them pay. Proposers are not queried where none could pay."""
+        """For each query with a draft: the request id, the draft with its positions' chances, and how many of them pay.
+        Proposers are queried only if drafts can pay."""
         if not queries:
             return []
         counts = {"num_rows": num_rows, "num_positions": num_positions}
@@ -237,7 +236,7 @@ class Speculation:
         return [(*draft, length) for draft, length in zip(drafts, lengths, strict=True)]
 
     def applied(self, request_id: str, draft_ids: tuple[int, ...], num_brought: int) -> None:
-        """A row of the request was applied: its drafts, and how many tokens it brought."""
+        """Records that a row with these drafts brought `num_brought` tokens."""
         sequence = self._sequences.get(request_id)
         if sequence is None or not num_brought:
             return
@@ -276,9 +275,9 @@ class Speculation:
         return counts
 
     def observe(self, batch: Batch, elapsed_s: float) -> None:
-        """Records the time of a step, before its rows are `applied`. An accepted draft spares its share of a step
-        without drafts: of one row all of it, of eight rows an eighth. In a step with a prompt, whose time
-        without them is not known, it spares nothing."""
+        """Records a step's time, before its rows are `applied`. An accepted draft spares a row's share of a step
+        without drafts: of one row all of it, of eight rows an eighth. In a step with a prompt it spares nothing,
+        because the time without drafts is unknown."""
         self._spared_by_accepted_s = 0.0
         self._is_counted = not (batch.has_prefill or self._is_after_prompt)
         self._is_after_prompt = batch.has_prefill
@@ -309,7 +308,7 @@ class Speculation:
         return seconds
 
     def _paused_or_resumed(self, source: str, payoff: Payoff) -> None:
-        """A proposer that is resumed drafts as at its start: how often its drafts were right before is outdated."""
+        """Forgets a proposer's record when it resumes: it drafts as at its start."""
         others = tuple([paused for paused in self._paused if paused.source != source])
         if payoff.is_paused:
             paused = PausedProposer(
@@ -325,15 +324,15 @@ class Speculation:
                 sequence.num_unchosen = 0
 
     def take_seconds(self) -> float:
-        """Seconds of the proposers' models since the last call: engine steps are longer by it. `observe` counts it
-        with the step that was fetched."""
+        """Returns the seconds of the proposers' models since the last call, by which engine steps are longer. `observe`
+        counts them with the fetched step."""
         self._taken_s = {name: proposer.take_seconds() for name, proposer in self._timed.items()}
         spent_s = sum(self._taken_s.values())
         self.counts.spent_s += spent_s
         return spent_s
 
     def tokens_per_step(self) -> float:
-        """That a row of a sequence brought recently, in sixteenths: gateways are not notified of smaller changes."""
+        """Tokens a row brought recently, rounded to sixteenths so that gateways are not notified of small changes."""
         return round(self._recent_tokens * 16) / 16
 
     def load(self) -> SpeculationLoad:
@@ -380,7 +379,7 @@ class Speculation:
     def _paying(
         self, proposer: TimedProposer, name: str, queries: Sequence[DraftQuery], num_rows: int, num_positions: int
     ) -> list[DraftQuery]:
-        """The queries, for as many drafts as pay with the time that making them takes; none during a pause."""
+        """The queries for as many drafts as pay, including the time to make them; none during a pause."""
         if self._is_paused(name):
             return []
         unknown, max_drafts = Draft(source=name), max(query.max_drafts for query in queries)

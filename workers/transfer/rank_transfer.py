@@ -71,7 +71,8 @@ class RankTransfer(Generic[Payload]):
         self.sending().open(ticket)
 
     def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int], num_in_flight: int | None = None) -> None:
-        """`num_in_flight` steps write none of these blocks: reading does not wait for them. None: it waits for all."""
+        """Pushes blocks that `num_in_flight` steps do not write: reading does not wait for those. None: it waits for
+        all."""
         self._offer(ticket, chunk, block_ids, num_in_flight)
         self._rejoin()
 
@@ -131,7 +132,7 @@ class RankTransfer(Generic[Payload]):
         self._gone.append(peer)
 
     def poll(self) -> None:
-        """Drops the events of a follower's lanes: rank 0 has it `look` for the chunks that have arrived at rank 0."""
+        """Drops the events of a follower's lanes: `look` searches for the chunks that arrived at rank 0."""
         for end in (self.sender, self.receiver):
             if end is not None:
                 end.poll()

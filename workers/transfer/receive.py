@@ -138,13 +138,12 @@ class Incoming:
             )
 
     def _num_passed(self, request: ReserveRequest) -> list[int]:
-        """For each group, the blocks that are read neither by later tokens nor by the last of the prompt, which may be
-        computed again."""
+        """For each group, the blocks that neither later tokens nor the prompt's last token reads."""
         return self._pool.windows.num_passed(len(request.prompt_ids) - 1)
 
     def _provide(self, request: ReserveRequest) -> tuple[CachedPrefix, list[int]]:
-        """References to the prompt's cached blocks and to fresh ones for the rest, as far as they will be read: one
-        group after the other. All or nothing."""
+        """References the prompt's cached blocks and fresh ones for the rest, one group after the other. All or
+        nothing."""
         pool = self._pool
         was_idle = pool.num_free == pool.num_blocks
         cached = self._cached(request)
@@ -165,8 +164,8 @@ class Incoming:
         return cached, block_ids
 
     def _cached(self, request: ReserveRequest) -> CachedPrefix:
-        """Cached blocks that the reservation can begin with. None if KV depends on the prompt's length, because a part
-        of these tokens may be the answer of an earlier attempt."""
+        """Cached blocks with which the reservation can begin. None if KV depends on the prompt's length: a part of
+        these tokens may be the answer of an earlier attempt."""
         hashes: Sequence[BlockHash] = ()
         if not self._prefix_key(len(request.prompt_ids)):
             hashes = chain_hashes(request.prompt_ids, self._pool.block_size, salt=request.cache_salt)
@@ -275,8 +274,8 @@ class Incoming:
         return {ticket.owner for ticket in self.ledger.stats(0.0)}
 
     def _truncate(self, ticket: Ticket, num_tokens: int) -> None:
-        """A migrated sequence that grew has arrived with the KV of `num_tokens`. The rest of its room is released, and
-        what its windows have left meanwhile does not come."""
+        """Releases the rest of a migrated sequence's room once the KV of `num_tokens` has arrived, and the blocks that
+        its windows have passed."""
         reservation = self.ledger.reservation(ticket.ticket_id, ticket.generation)
         if reservation is not None and reservation.grows:
             stop = self._pool.blocks_for(max(num_tokens, len(reservation.token_ids)))
@@ -284,8 +283,8 @@ class Incoming:
             self.ledger.forgo(ticket.ticket_id, ticket.generation, self._pool.windows.num_passed(num_tokens))
 
     def _adopt(self, request: Request, ticket: Ticket) -> None:
-        """At least the last known token stays to be computed: the next one is sampled from it. Raises InvalidRequest;
-        the blocks are free then."""
+        """Gives the request its arrived blocks; at least the last known token is computed again, to sample the next
+        one. Raises InvalidRequest; the blocks are free then."""
         reservation = self.ledger.adopt(ticket.ticket_id, ticket.generation)
         self._count(ticket.ticket_id)
         num_tokens = len(reservation.token_ids)

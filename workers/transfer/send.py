@@ -142,7 +142,8 @@ class Outgoing:
         return request.request_id not in self._failed
 
     def completed(self, request: Request) -> bool | None:
-        """The prompt is computed: is all of it offered, so that its blocks may be freed? None: it is not pushed."""
+        """Whether all blocks of the computed prompt are offered, so that they may be freed. None if it is not
+        pushed."""
         push = self._push_of(request)
         if push is None:
             return None
@@ -153,7 +154,7 @@ class Outgoing:
         return False
 
     def migrate(self, request: Request, ticket: Ticket, now: float) -> None:
-        """The running sequence continues at the ticket's worker. A tick returns that it has moved, or stays."""
+        """Begins to move the running sequence to the ticket's worker. A tick returns that it has moved, or stays."""
         try:
             if self._push_of(request) is not None:
                 raise InvalidRequest(f"request {request.request_id} is being pushed already", param="request_id")
@@ -218,7 +219,7 @@ class Outgoing:
     # -- what a role passes on -----------------------------------------------------------------------------------------
 
     def drop(self, request: Request) -> None:
-        """The request has ended: its blocks are no longer read once `tick` has released it if it is HELD."""
+        """Stops reading the blocks of an ended request. If it is HELD, `tick` releases it first."""
         self._failed.pop(request.request_id, None)
         self._stayed.pop(request.request_id, None)
         push = self._push_of(request)
@@ -240,9 +241,9 @@ class Outgoing:
         return True
 
     def send(self, now: float, num_in_flight: int | None = None) -> bool:
-        """Pushes what can be pushed. Did a push end, or fail, so that a tick returns something or blocks are free? The
-        engine's blocks are read here, in `advance`, and where `launching` arms a step for it. `num_in_flight` steps do
-        not write what has been computed; None: any step may."""
+        """Pushes blocks of computed positions. Returns whether a push ended or failed, so that a tick returns something
+        or blocks are free. Blocks are read here, in `advance`, and in steps that `launching` arms. `num_in_flight`
+        steps do not write them; None: any step may."""
         num_pushes = len(self._pushes)
         for push in (*self._pushes.values(), *self._leaving.values()):
             if push.complete and push.completed_s is None:
@@ -312,11 +313,11 @@ class Outgoing:
         return tuple(push_stats(push, now) for push in self._pushes.values())
 
     def next_deadline_s(self) -> float:
-        """When the first lease ends of those under which something is on the wire; infinity where nothing is."""
+        """When the first lease of a ticket on the wire ends; infinity without one."""
         return min((push.session.deadline_s for push in self._pushes.values()), default=math.inf)
 
     def shared_ids(self) -> Iterable[int]:
-        """Every reference to a block that is held for others, as often as it is held."""
+        """Yields blocks as often as they are held for others."""
         return [i for push in self._pushes.values() if isinstance(push.source, Shared) for i in push.source.block_ids]
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -431,8 +432,8 @@ def _next_chunk(push: Push) -> Chunk | None:
 
 
 def _blocks_of(push: Push, chunk: Chunk, block_size: int) -> Sequence[int]:
-    """Blocks of the chunk. No position is read of a page behind a window, with which larger blocks than ours may begin:
-    the first that is still held stands for it, or where the window is one position, any."""
+    """Blocks of the chunk. Where larger blocks of the destination begin before a window, the first block still held
+    stands for pages that no position reads."""
     held = covering(push.session.ticket, chunk, block_size)
     table, passed = push.source.tables[chunk.group], push.source.num_passed[chunk.group]
     first = table[min(passed, len(table) - 1)]

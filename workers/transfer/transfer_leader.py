@@ -36,8 +36,8 @@ class LaneUpkeep:
         self._next_look_s = 0.0
 
     def require(self, peer: str, needed: Collection[str]) -> None:
-        """Before a ticket with a peer. Raises TransferFailed when the lane is in quarantine, and Overloaded when it
-        would be one too many."""
+        """Checks that a lane may be used for a ticket. Raises TransferFailed if it is in quarantine, and Overloaded if
+        it would be one too many."""
         require_health(peer, self._lanes())
         require_room(peer, needed, self._config)
 
@@ -46,7 +46,7 @@ class LaneUpkeep:
         return any(lane.state == "opening" or overdue(lane, self._config) for lane in self._lanes())
 
     def close_unneeded(self, now: float, needed: Callable[[], Collection[str]]) -> None:
-        """Closes the lanes of peers that are not needed. Looks at them once a second, however often it is called."""
+        """Closes lanes to peers that are not needed, at most once a second."""
         if now < self._next_look_s:
             return
         self._next_look_s = now + PERIOD_S
@@ -95,18 +95,18 @@ class TransferLeader:
         return self._transfer.sending().can_offer(ticket)
 
     def push(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int], num_in_flight: int | None = None) -> None:
-        """Copies the blocks and sends them to the ticket's destination. They may be freed once this returns.
-        `num_in_flight` steps write none of them, so that the copy need not wait for these; None: it waits for all."""
+        """Copies the blocks and sends them to the ticket's destination; they may be freed once this returns.
+        `num_in_flight` steps do not write them, so the copy need not wait for these; None: it waits for all."""
         self._everywhere.push(ticket, chunk, tuple(block_ids), num_in_flight)
 
     @property
     def follows_layers(self) -> bool:
-        """True if the runner reports each layer that a step has written, so that `arm` has an effect."""
+        """Whether the runner reports each layer that a step has written, so that `arm` has an effect."""
         return self._transfer.follows_layers
 
     def arm(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> None:
-        """Pushes a chunk that the next launched step completes, as soon as that step has written its last layer. The
-        blocks may be freed once the step is launched."""
+        """Pushes a chunk as soon as the next launched step has written its last layer. The blocks may be freed once the
+        step is launched."""
         self._everywhere.arm(ticket, chunk, tuple(block_ids))
 
     def land(self, chunk: Chunk, block_ids: Sequence[int]) -> None:
@@ -118,8 +118,8 @@ class TransferLeader:
         self._everywhere.drop(chunk, self._sources.pop(chunk))
 
     def expect(self, source: LaneAddress, source_layout: KVLayout) -> None:
-        """Prepares the lane from `source`. Call it before the ticket leaves this worker, and when every chunk that
-        `poll_arrived` has returned is landed or dropped."""
+        """Prepares the lane from `source`. Call it before the ticket leaves this worker, once all chunks that
+        `poll_arrived` returned are landed or dropped."""
         self._everywhere.expect(source, source_layout)
 
     def cancel(self, ticket_id: str) -> None:
@@ -150,7 +150,8 @@ class TransferLeader:
         return polled
 
     def _arrived_everywhere(self) -> Sequence[Arrived]:
-        """A chunk that came twice is looked for once at a time: that is what each rank can answer."""
+        """Returns the chunks that every rank has. A chunk that came twice is looked for one at a time, since a rank can
+        answer only that."""
         chunks: dict[Chunk, Arrived] = {}
         for event in self._coming:
             if event.chunk not in self._sources:

@@ -41,8 +41,8 @@ class TransferRole(Role):
 
     @classmethod
     def replacing(cls, role: TransferRole, config: TransferConfig | None = None) -> Self:
-        """This role over the same lanes, tickets and counts, which the old one must not use any more. Called while
-        nothing runs."""
+        """Returns this role over the same lanes, tickets and counts, which the old role must not use any more. Called
+        while nothing runs."""
         assert not role.busy(), "a role is replaced while no transfer runs"
         new = cls.__new__(cls)
         new._transfers, new.incoming, new.outgoing = role._transfers, role.incoming, role.outgoing
@@ -64,7 +64,7 @@ class TransferRole(Role):
         return request.ticket is not None and self.incoming.holds(request.ticket)
 
     def next_deadline_s(self) -> float:
-        """When the first lease ends, of tickets received or sent; infinity if there is none."""
+        """When the first lease of a ticket ends, received or sent; infinity without one."""
         return min(self.ledger.next_deadline_s(), self.outgoing.next_deadline_s())
 
     def tickets(self, now: float) -> tuple[TicketStats, ...]:

@@ -58,7 +58,7 @@ class Matrix(Protocol):
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor: ...
 
     def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        """The product without its gate, [T, O]; what a call returns where there is none."""
+        """The product before the gate, [T, O]; without a gate, what a call returns."""
         ...
 
     def pack(self) -> None:
@@ -78,7 +78,7 @@ class EmbeddingTable(Protocol):
     def __call__(self, rows_T: torch.Tensor) -> torch.Tensor: ...
 
     def product(self) -> Matrix:
-        """The product with the table's own tensors, for a head that is tied to it; called before they are filled."""
+        """The product with the table's own tensors, for a tied head. Call it before they are filled."""
         ...
 
     def slots(self) -> Iterator[Slot]: ...
@@ -95,10 +95,8 @@ class WeightEncoding(Protocol):
     """The format of linear weights in a checkpoint."""
 
     def matrix(self, context: LayerContext, share: WeightShare, *, gated: bool = False) -> Matrix:
-        """Unset until its slots are filled. `gated`: two projections, and the product is silu(first) * second.
-
-        Raises UnsupportedModel when the share cannot be cut out of this encoding.
-        """
+        """Returns an empty matrix with slots. `gated`: of two projections, silu(first) * second. Raises
+        UnsupportedModel when the share cannot be cut out of this encoding."""
         ...
 
 
@@ -124,7 +122,7 @@ class LayerContext:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def matrix(self, share: WeightShare, *, gated: bool = False) -> Matrix:
-        """The matrix of a linear layer: of one encoding, or one for each projection where their encodings differ."""
+        """The matrix of a linear layer, or one for each projection if their encodings differ."""
         encodings = [self.encodings(projection.name) for projection in share.projections]
         if all(encoding is encodings[0] for encoding in encodings):
             return encodings[0].matrix(self, share, gated=gated)

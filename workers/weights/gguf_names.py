@@ -121,7 +121,7 @@ def expert_tensor(name: str, names: NamesOfArchitecture) -> ExpertTensor | None:
 
 
 def translated(name: str, names: NamesOfArchitecture) -> str:
-    """Hugging Face's name of a tensor of its own. One that is not known keeps its own name, behind its layer's."""
+    """Hugging Face's name of a tensor. An unknown one keeps its own name after its layer's."""
     in_layer, match = _LAYER_OF.fullmatch(name), _NAME.fullmatch(name)
     if in_layer is None:
         return f"{_TOP[match[2]]}.{match[4]}" if match is not None and match[2] in _TOP and not match[3] else name

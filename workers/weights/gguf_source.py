@@ -44,7 +44,7 @@ class _TranslatedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """A vector that gates the shared expert is a matrix of one row."""
+        """Adds a dimension: the vector that gates the shared expert is a matrix of one row."""
         shape = self.whole_shape if self.rows is None else (len(self.rows), *self.whole_shape[1:])
         return (1, *shape) if self.tensor.name.endswith("ffn_gate_inp_shexp.weight") and len(shape) == 1 else shape
 
@@ -173,7 +173,7 @@ def _of_experts(tensor: GGUFTensor, experts: ExpertTensor) -> Iterator[tuple[str
 
 
 def _halves(gguf: GGUFFile, keys: GGUFTensor, values: GGUFTensor) -> _LatentHalves:
-    """Raises BadCheckpoint where they are not the halves of one matrix."""
+    """Raises BadCheckpoint unless the tensors are the halves of one matrix."""
     fits = len(keys.shape) == len(values.shape) == 3
     if not fits or (keys.shape[0], keys.shape[1]) != (values.shape[0], values.shape[2]):
         raise BadCheckpoint(
@@ -189,6 +189,6 @@ def open_gguf(gguf: GGUFFile) -> Iterator[GGUFSource]:
 
 
 def _rows_in_file(num_rows: int, num_heads: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where the file has each of Hugging Face's rows: within a head, the second half stands between the first's."""
+    """Where the file has each of Hugging Face's rows: within a head the halves alternate."""
     rows = np.arange(num_rows, dtype=np.int64).reshape(num_heads, -1, 2)
     return rows.swapaxes(1, 2).reshape(-1)

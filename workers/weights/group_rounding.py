@@ -49,7 +49,7 @@ class GroupRounding:
         return (weight.float() / scale).round_().clamp_(-self.zero, self.zero - 1)
 
     def rounded(self, weight_OI: torch.Tensor, scale_OG: torch.Tensor | None = None) -> torch.Tensor:
-        """The weight [O, I] that the rounded one stands for, float32."""
+        """The rounded weight [O, I], float32."""
         scale_OG = self.scales(weight_OI, torch.float32) if scale_OG is None else scale_OG
         scale_OI = self.spread(scale_OG, weight_OI.shape[1])
         return self.levels(weight_OI, scale_OI).mul_(scale_OI)
@@ -82,7 +82,7 @@ class GroupRounding:
 
 
 def check_finite(name: str, values: torch.Tensor) -> None:
-    """Raises BadCheckpoint where the tensor `name` has weights, or scales of them, that are not finite."""
+    """Raises BadCheckpoint if the tensor `name` has weights or scales that are not finite."""
     if not torch.isfinite(values).all():
         raise BadCheckpoint(f"{name} has weights that are NaN or infinite: download the checkpoint again")
 
@@ -116,7 +116,7 @@ def fp8_rows(weight_OI: torch.Tensor, dtype: torch.dtype) -> QuantisedWeight:
 
 
 def fp8_values(device: torch.device) -> torch.Tensor:
-    """float32 [256]: the number that each byte stands for."""
+    """float32 [256]: the value of each byte."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
 
 

@@ -43,11 +43,10 @@ def is_kv_scale(name: str) -> bool:
 def read_kv_scales(
     path: str | Path, *, num_layers: int, num_kv_heads: int, heads: range
 ) -> Mapping[int, tuple[torch.Tensor, torch.Tensor]]:
-    """By layer: of keys and of values, each [K] in float32, of the `heads` out of `num_kv_heads`. Layers that the
-    checkpoint has no scales for are left out.
+    """By layer: of keys and of values, each [K] in float32, of the `heads` out of `num_kv_heads`. Layers without scales
+    are left out.
 
-    Raises UnsupportedModel for scales of another type than fp8, BadCheckpoint for a scale that cannot be one.
-    """
+    Raises UnsupportedModel for scales of another type than fp8, BadCheckpoint for a scale that cannot be one."""
     _check_scheme(path)
     by_layer: dict[int, dict[str, torch.Tensor]] = {}
     with open_source(Path(path)) as source:

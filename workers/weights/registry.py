@@ -56,10 +56,7 @@ def open_source(path: Path, *, framework: str = "pt") -> AbstractContextManager[
 
 
 def read_format(config: Fields, files: ModelFiles) -> WeightFormat | None:
-    """How the weights are quantised, None where they are in floating point.
-
-    Raises UnsupportedModel where it is not served, BadCheckpoint where a field is wrong.
-    """
+    """How the weights are quantised; None for floating point. Raises UnsupportedModel or BadCheckpoint."""
     section = config.inner("quantization_config")
     method: Any = section.raw("quant_method") or section.raw("method")
     if config.raw("quantization_config") is None:
@@ -80,7 +77,7 @@ def read_format(config: Fields, files: ModelFiles) -> WeightFormat | None:
 
 
 def encodings_of(weight_format: WeightFormat | None, source: WeightSource) -> WeightEncodings:
-    """The encodings of the checkpoint's linear weights: `source` decides where the config leaves it open."""
+    """The encodings of the checkpoint's linear weights. `source` decides what the config leaves open."""
     if weight_format is None:
         from workers.weights.formats.float_matrix import only_floats
 

@@ -51,11 +51,10 @@ class SafetensorsSource:
 def open_safetensors(folder: Path, *, framework: str = "pt", as_stored: bool = False) -> Iterator[WeightSource]:
     """Reads every file's header; with framework "numpy" without torch, and then nothing else can be read.
 
-    Unless `as_stored`, experts in one tensor become tensors of their own (`workers.weights.stacked`), of a model
-    that reads images too only the text part is there, and names are those of a decoder with a head.
+    Unless `as_stored`, stacked experts are separate tensors (`workers.weights.stacked`), a model that reads images is
+    reduced to its text part, and names are those of a decoder with a head.
 
-    Raises BadCheckpoint for a file that is missing, truncated or damaged.
-    """
+    Raises BadCheckpoint for a file that is missing, truncated or damaged."""
     with ExitStack() as files:
         tensors: dict[str, Any] = {}
         for name in _weight_files(folder):

@@ -40,12 +40,12 @@ class Slot:
 
 
 def in_order(rows: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """`rows` with each run of `len(order)` of them in that order; as they are without one."""
+    """Reorders each run of `len(order)` rows; unchanged without an order."""
     return rows[row_order(rows.shape[0], order, rows.device)] if order else rows
 
 
 def row_order(count: int, order: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """int64 [count]: the row that stands at each place."""
+    """int64 [count]: the row for each place."""
     assert count % len(order) == 0, f"{count} rows are no runs of {len(order)}"
     starts = torch.arange(0, count, len(order), device=device).unsqueeze(1)
     return (starts + torch.tensor(order, device=device)).flatten()

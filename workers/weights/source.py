@@ -30,5 +30,6 @@ class WeightSource(Protocol):
     def describe(self, name: str) -> StoredTensor: ...
 
     def read(self, name: str, dim: int, part: slice) -> torch.Tensor:
-        """A part of dimension `dim`, whole in the others, in host memory. Reads no more than that from the disk."""
+        """Reads a part of dimension `dim`, whole in the others, into host memory, and no more than that from the
+        disk."""
         ...

@@ -39,7 +39,7 @@ class _Slab:
 
 
 def unstacked(source: WeightSource) -> WeightSource:
-    """`source` with the stacks cut apart; itself where it has none."""
+    """Divides stacked tensors of `source`; returns `source` without any."""
     return UnstackedSource(source) if any(map(_STACKED.fullmatch, source.names())) else source
 
 

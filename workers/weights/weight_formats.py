@@ -56,8 +56,8 @@ def group_label(group_size: int | None) -> str:
 
 
 def check_pattern(pattern: str, config: Fields) -> None:
-    """Raises BadCheckpoint for a regular expression that is none, UnsupportedModel for one that could match for ever:
-    it repeats a group, or has too many repetitions."""
+    """Raises BadCheckpoint for an invalid regular expression, UnsupportedModel for one that could match forever: it
+    repeats a group, or has too many repetitions."""
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -92,7 +92,7 @@ def read_awq(config: Fields) -> WeightFormat:
 
 
 def read_bitsandbytes(config: Fields) -> WeightFormat:
-    """The `settings` of int8 are the least input that stays unrounded; None: all are rounded."""
+    """Reads the config. The `settings` of int8 are the threshold of unrounded inputs; None: all are rounded."""
     in_8, in_4 = (config.flag(name) or config.flag(f"_{name}") for name in ("load_in_8bit", "load_in_4bit"))
     if in_8 == in_4:
         raise refuse_format(config, "load_in_8bit", "one of load_in_8bit and load_in_4bit is true")
@@ -137,7 +137,7 @@ def read_fp8(config: Fields) -> WeightFormat:
 
 
 def read_gguf(config: Fields) -> WeightFormat:
-    """`type` is the type of most weights; the file lists the type of each."""
+    """Reads the config. `type` is the type of most weights; the file lists each."""
     return WeightFormat(label=f"gguf-{config.text_or('type', '')}", encodings="gguf:encodings")
 
 
@@ -218,15 +218,15 @@ class RoundedLayers:
         return "int8" if name in (HEAD, EMBEDDING) and self.levels == "int4" else self.levels
 
     def num_bytes(self, name: str, num_outputs: int, num_inputs: int) -> int:
-        """The memory of a layer whose scales have two bytes; `name` is a tied head's or its embedding's."""
+        """The bytes of a layer whose scales have two bytes. `name`: of a tied head or its embedding."""
         levels = self.of_layer(name)
         groups = 1 if levels == "fp8" else -(-num_inputs // GROUP)
         return num_outputs * (-(-num_inputs * (4 if levels == "int4" else 8) // 8) + 2 * groups)
 
 
 def rounded_format(levels: Levels, stored: WeightFormat | None) -> WeightFormat:
-    """Float weights that are rounded as they are loaded (`worker.quantize`). Raises Misconfigured for a checkpoint that
-    is quantised already."""
+    """The format of float weights that are rounded at load (`worker.quantize`). Raises Misconfigured for a quantised
+    checkpoint."""
     if stored is not None:
         raise Misconfigured(
             f"worker.quantize is {levels}, and the checkpoint is quantised already ({stored.label}): leave quantize "

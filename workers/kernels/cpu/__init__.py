@@ -41,7 +41,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 def _norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, kind: CompiledNorm
 ) -> torch.Tensor | None:
-    """None where there is no compiled kernel for it."""
+    """Returns None if no compiled kernel exists."""
     kernels = native(x.dtype)
     heads = x if x.dim() == 3 else x.view(-1, 1, x.shape[-1]) if x.is_contiguous() else None
     if kernels is None or heads is None or not has_whole_rows(heads):

@@ -194,8 +194,9 @@ class CompiledLayers:
         rows: Sequence[RowTables],
         query_factors_T: torch.Tensor | None = None,
     ) -> CompiledStep:
-        """A step of contiguous rows of the model's dtype, which it changes in place. `rotations` has each rope's,
-        `rows` the tables of each group. Queries are times `query_factors_T`, float32, before they turn."""
+        """Prepares a step of contiguous rows of the model's dtype, which it changes in place. `rotations` has one entry
+        per rope, `rows` the tables of each group. Queries are multiplied by `query_factors_T`, float32, before the
+        rotation."""
         for part in (delta_TE, stream_TE):
             assert part.is_contiguous()
             assert part.dtype == self._dtype
@@ -275,7 +276,7 @@ class CompiledStep:
         self._kept = kept  # the structure holds only their addresses
 
     def run(self, first: int, last: int) -> None:
-        """Halves [first, last), which follow those that were run before. Raises WorkerLost when a rank has gone."""
+        """Runs halves [first, last), which follow those of the last call. Raises WorkerLost when a rank is gone."""
         self._kernels.run_layers(self._layers, first, last, ctypes.byref(self._step))
         if self._sums is not None:
             self._sums.check()

@@ -110,7 +110,7 @@ def _declared(library: ctypes.CDLL, name: str, arguments: Sequence[type]) -> Cal
 
 
 def address_of(function: Callable[..., None]) -> int:
-    """The address of a compiled function, for a structure that names it."""
+    """The address of a compiled function, for a C structure."""
     address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
     assert address is not None
     return address
@@ -125,7 +125,7 @@ def native_tiles() -> Tiles | None:
 
 @cache
 def native(dtype: torch.dtype) -> Native | None:
-    """The kernels for tensors of `dtype`, or None where torch has to do. Compiles at the first call (seconds)."""
+    """The kernels for tensors of `dtype`; None if torch must compute. Compiles at the first call (seconds)."""
     library = _library() if dtype in _DTYPES else None
     return None if library is None else Native(library, _DTYPES[dtype])
 
@@ -150,12 +150,9 @@ def _library() -> ctypes.CDLL | None:
 
 
 def compile_library(folder: Path, machine: str = "native", *, timeout_s: float = TIMEOUT_S) -> Path:
-    """The library in `folder`, compiled unless it is there, for this processor or for one that can do less (what
-    compilers call -march); without a compiler, one that was built ahead. Raises OSError, or SubprocessError also where
-    a file takes longer than `timeout_s`.
-
-    Its name has sources, flags, compiler and processor, so that different machines may share a folder.
-    """
+    """Returns the library in `folder`, compiled unless it exists, for this processor or for the `-march` of a lesser
+    one; without a compiler, a prebuilt one. Its name has sources, flags, compiler and processor, so that different
+    machines may share a folder. Raises OSError, or SubprocessError (also when a file takes longer than `timeout_s`)."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         ready = prebuilt.find("cpu", _prebuilt_flags(), _sources())

@@ -91,8 +91,8 @@ def can_pack(weight_OI: torch.Tensor) -> bool:
 
 
 def takes_tiles(weight_OI: torch.Tensor) -> bool:
-    """Has this machine tiles, and do they take this weight? Inputs that fill no tile are padded, unless most of what
-    is read then were padding."""
+    """Whether this machine has tiles that take this weight. Inputs that fill no tile are padded, unless most of the
+    padded inputs would be padding."""
     deep = weight_OI.shape[1] % _TILE_DEPTH == 0 or weight_OI.shape[1] >= _WORTH_PADDING
     return can_pack(weight_OI) and weight_OI.dtype == torch.bfloat16 and deep and native_tiles() is not None
 
@@ -116,7 +116,9 @@ class PanelProduct:
         raise NotImplementedError
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, O], or [T, O / 2] when gated: then another product reads it, and its rows stand as that likes them."""
+        """Returns [T, O], or [T, O
+
+        2] when gated: then the rows have the stride of the next product."""
         width = self.num_outputs // 2 if self._gated else self.num_outputs
         [part] = self.parts(bias_O)
         return self._multiplied(part, x_TI, width, apart(width, self._dtype) if self._gated else width)
@@ -208,7 +210,7 @@ class SideBySideWeights:
         self._biases: tuple[torch.Tensor | None, ...] = (None,) * len(self._weights)
 
     def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]:
-        """Keeps only the last bias that it was given, as its weights do."""
+        """Returns the parts. They keep only the last bias alive, as the weights do."""
         return [part for weight, bias in self._with_biases(bias_O) for part in weight.parts(bias)]
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
@@ -227,7 +229,7 @@ class SideBySideWeights:
 
 
 def places_of(order: torch.Tensor) -> torch.Tensor:
-    """Where each output stands in panels of this order, int64 [O]."""
+    """The place of each output in panels of this order, int64 [O]."""
     places, outputs = torch.nonzero(order >= 0).flatten(), order[order >= 0]
     rows = torch.empty(len(outputs), dtype=torch.int64)
     rows[outputs] = places

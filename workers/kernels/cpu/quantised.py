@@ -267,7 +267,7 @@ class _Positions:
 
 
 def _order(num_outputs: int, gated: bool) -> torch.Tensor:
-    """Which output stands where in the panels, -1 where none does. Gated: 8 of the gate, then their 8 of up."""
+    """The output at each place of the panels, -1 at an empty one. Gated: 8 of the gate, then their 8 of up."""
     num_columns, width = (num_outputs // 2, _PANEL // 2) if gated else (num_outputs, _PANEL)
     column = torch.arange(-(-num_columns // width) * width).view(-1, 1, width)
     outputs = torch.cat([column, column + num_columns], dim=1) if gated else column
@@ -315,7 +315,7 @@ def _shift(weight: QuantisedWeight) -> torch.Tensor | None:
 
 
 def _small_table(table: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The table as integers of 8 bits, and the factor that made them; 0 if they do not fit."""
+    """The table as 8-bit integers, and their factor; 0 if they do not fit."""
     for factor in (1, 2, 4, 8):
         levels = table * factor
         if torch.equal(levels, levels.round()) and levels.min() >= -128 and levels.max() <= 127:

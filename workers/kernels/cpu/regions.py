@@ -25,8 +25,8 @@ _COLLIDING = 1024  # bytes: rows with this distance share few places of a cache
 
 
 def roomy_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU, to be kept. Pages are allocated on their first write, as for torch's own zeros. Tensors share
-    regions, each of which lives as long as one of them: alone, each would fill up its last huge page."""
+    """Returns zeros on the CPU for long use. Pages are allocated on their first write, as for torch's zeros. Tensors
+    share regions, each of which lives as long as its last tensor: alone, each would fill up its last huge page."""
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes < _LEAST_SHARED or _ADVICE is None:
         return torch.zeros(shape, dtype=dtype)
@@ -57,7 +57,7 @@ def empty_rows(num_rows: int, width: int, *, dtype: torch.dtype, stride: int = 0
 
 
 def apart(width: int, dtype: torch.dtype) -> int:
-    """A stride for rows of `width` that are read a column at a time, so that they do not evict one another from a
+    """A stride for rows of `width` that are read column by column, so that rows do not evict one another from a
     cache."""
     line = _LINE // dtype.itemsize
     return width if width * dtype.itemsize % _COLLIDING else width + line
@@ -130,13 +130,13 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Has the C library return what is freed to the system at once: a model's tensors as stored, and what is made of
-    them, lie side by side only one layer at a time. Until `keep_freed_memory`."""
+    """Makes the C library return freed memory at once, so that stored and packed tensors of only one layer are in
+    memory together. Lasts until `keep_freed_memory`."""
     _set_malloc(_LARGE)
 
 
 def trim_freed_memory() -> None:
-    """Returns pages to the system that a load has freed in every thread's part of the heap, among what it keeps."""
+    """Returns pages that a load has freed, in every thread's part of the heap, to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

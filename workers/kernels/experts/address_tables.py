@@ -10,7 +10,7 @@ _ALIGNMENT = 16  # bytes, of what the kernels load at once
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where it does not begin at a multiple of 16 bytes."""
+    """Returns the tensor, or a copy that begins at a multiple of 16 bytes."""
     return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
 

@@ -33,7 +33,7 @@ class ExpertTiles:
 
 
 def aligned_pairs(chosen_P: torch.Tensor, num_experts: int, tile_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pairs int32 [B * M], P where there is none; experts int32 [B], X for a tile that is not used) of int64 ids."""
+    """Returns (pairs int32 [B * M], P for no pair; experts int32 [B], X for an unused tile) of int64 ids."""
     num_pairs, device = len(chosen_P), chosen_P.device
     num_tiles = min(num_pairs, num_experts + num_pairs // tile_rows)
     counts_X = torch.zeros(num_experts, dtype=torch.int64, device=device)

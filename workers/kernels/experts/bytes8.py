@@ -59,7 +59,7 @@ class ByteExperts:
 
     @classmethod
     def of(cls, products: Mapping[int, ByteProduct], *, num_experts: int) -> ByteExperts | None:
-        """None for weights of several forms, and inputs that each expert rounds by a stored scale of its own."""
+        """Returns None for weights of several forms, and for inputs with a stored scale per expert."""
         codes = [product.codes for product in products.values()]
         forms = {(product.levels_OI.dtype, *product.levels_OI.shape, *product.scale_GO.shape) for product in codes}
         roundings = {product.rounding for product in products.values()}

@@ -36,8 +36,8 @@ class ExpertMatrices(Protocol):
     def multiply(
         self, x: torch.Tensor, slots: int, tiles: ExpertTiles, biases_X: torch.Tensor | None, out_PO: torch.Tensor
     ) -> None:
-        """Writes, of pair p, the row p // slots of x times its expert's weight, plus its bias by address. Pairs of
-        experts that another rank has stay as they are."""
+        """Writes for pair p the row p // slots of x times its expert's weight, plus the expert's bias. Pairs of another
+        rank's experts stay as they are."""
         ...
 
 
@@ -112,7 +112,7 @@ def grouped_experts(
     gate_up_biases: Mapping[int, torch.Tensor] | None = None,
     down_biases: Mapping[int, torch.Tensor] | None = None,
 ) -> GroupedExperts | None:
-    """None for weights that no kernel takes: experts of several forms, and products by plain torch."""
+    """Returns None for weights without a kernel: experts of several forms, and plain floats on torch."""
     first, second = _matrices(gate_up, num_experts), _matrices(down, num_experts)
     if first is None or second is None:
         return None

@@ -95,8 +95,9 @@ class CachedBits:
 
 @triton.jit
 def int8_scale(first_HP, second_HP):
-    """[H]: the largest magnitude of each head, of which these are the halves, / 127. A head with a number that is not
-    finite has such a scale."""
+    """[H]: the largest magnitude of each head
+
+    127, from both halves of the head. It is not finite if a number is not."""
     first_HP, second_HP = first_HP.to(tl.float32), second_HP.to(tl.float32)
     largest_H = tl.max(tl.maximum(tl.abs(first_HP), tl.abs(second_HP)), axis=1)
     missing_H = tl.sum(((first_HP != first_HP) | (second_HP != second_HP)).to(tl.int32), axis=1)
@@ -127,8 +128,8 @@ def to_fp8(x_HP, scale_H):
 
 @triton.jit
 def levels(stored_CD, KIND: tl.constexpr, TYPE: tl.constexpr):
-    """The values of a cache's numbers but for their scales, exactly. e4m3: its bits, with an exponent that is 120
-    less than float32's, also below the first normal."""
+    """The exact values of stored numbers before their scales. e4m3 bits are read as a float32 whose exponent is 120 too
+    small, also below the first normal."""
     if KIND == PLAIN:
         return stored_CD
     if tl.bfloat16 == TYPE and _COMPILED:

@@ -116,7 +116,7 @@ def _pairs(low_NH, FIELD: tl.constexpr, SIGNED: tl.constexpr):
 @triton.jit
 def _level(low_NH, high_NH, table_ptr, FIELD: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
            TABLE: tl.constexpr, PAIRS: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
-    """[N, H] of one field: the code in TYPE, plus the offset of `_offset`, or what the table has for it."""
+    """[N, H] of one field: the code in TYPE plus `_offset`, or the table's entry for it."""
     if LOW == 8:
         level_NH = tl.load(table_ptr + low_NH.to(tl.int32) + 128).to(TYPE) if TABLE else low_NH.to(TYPE)
     elif PAIRS:
@@ -138,8 +138,7 @@ def _level(low_NH, high_NH, table_ptr, FIELD: tl.constexpr, LOW: tl.constexpr, H
 
 @triton.jit
 def _of_unit(step, UNIT: tl.constexpr, UNITS: tl.constexpr, PER: tl.constexpr):
-    """Which of several numbers a step's unit has, where each is that of PER units; one for a whole step is loaded
-    once."""
+    """Which of several numbers a step's unit uses, if PER units share one; a number for a whole step is loaded once."""
     return (step * UNITS + (0 if PER % UNITS == 0 else UNIT)) // PER
 
 
@@ -275,8 +274,7 @@ def _pairs_of(weight: GroupedCodes, dtype: torch.dtype) -> int:
 
 
 def _offset(weight: GroupedCodes, dtype: torch.dtype) -> int:
-    """The excess of levels in registers over the codes' own, without a zero of each group: the conversion's 128 and
-    the constant zero."""
+    """The surplus of levels in registers over the codes' own: the conversion's 128 and the constant zero."""
     if weight.table is not None:
         return 0
     zero = weight.zero if isinstance(weight.zero, int) else 0
@@ -314,7 +312,7 @@ def grouped_tile(num_rows: int, dtype: torch.dtype, weight: GroupedCodes) -> Pro
 
 
 def tensors_of(weight: GroupedCodes) -> tuple[torch.Tensor, ...]:
-    """In the order of the kernel's arguments; another where there is none."""
+    """The tensors in the order of the kernel's arguments; any other one stands for a missing one."""
     scale, minimum = weight.scale, weight.minimum or weight.scale
     return (
         weight.low,

@@ -51,8 +51,8 @@ def sum_of_bytes(
     scale_group, INTEGERS: tl.constexpr, DECODED: tl.constexpr, ONCE: tl.constexpr, X: tl.constexpr, N: tl.constexpr,
     M: tl.constexpr,
 ):  # fmt: skip
-    """[N, M] of rows of levels and of their scales, both by address, over the steps [first, last) of a weight: int32 or
-    float32, not scaled yet where it is scaled ONCE."""
+    """Returns [N, M] from rows of levels and scales, both by address, over the steps [first, last) of a weight: int32
+    or float32. With ONCE the result is not scaled yet."""
     lanes_X = tl.arange(0, X)
     weight_NX = weight_ptr + outputs_N.to(tl.int64)[:, None] * num_inputs + lanes_X[None, :]
     x_XM = x_row_M[None, :] + lanes_X[:, None]
@@ -75,7 +75,7 @@ def sum_of_bytes(
 
 @triton.jit
 def scaled_once(acc_NM, x_scale_M, inside_M, scales_ptr, outputs_N, inside_N, ONCE: tl.constexpr):
-    """Sums times both scales, where they have not been scaled."""
+    """Multiplies sums by both scales, unless they are scaled already."""
     sum_NM = acc_NM.to(tl.float32)
     if ONCE:
         scale_N = tl.load(scales_ptr + outputs_N, mask=inside_N, other=0.0)

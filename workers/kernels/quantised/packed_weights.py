@@ -42,12 +42,12 @@ class _Units:
 
     @property
     def count(self) -> int:
-        """With those behind the last column: the kernel reads a scale for each."""
+        """Counts columns including the padding after the last one, for which the kernel reads scales too."""
         return len(self.columns_P) // self.size
 
 
 def packed_groups(weight: QuantisedWeight, num_multiprocessors: int) -> GroupedCodes | None:
-    """None for a weight that the kernel does not take: one whose groups are so short that most positions are gaps."""
+    """Packs a weight in groups. None for groups so short that most positions would be gaps."""
     units = _units(weight)
     if units is None or len(units.columns_P) > _MOST_GAPS * (weight.num_columns + FIELDS * units.field):
         return None
@@ -79,8 +79,8 @@ def packed_groups(weight: QuantisedWeight, num_multiprocessors: int) -> GroupedC
 
 
 def _units(weight: QuantisedWeight) -> _Units | None:
-    """Regular groups of a power of two that begin with the first column need no gaps, and none need a copy of scales.
-    Others are stretched to whole units of 32."""
+    """Returns None for no gaps: regular groups of a power of two that begin at the first column. Others are padded to
+    whole units of 32."""
     columns, device = weight.num_columns, weight.codes_OW.device
     size = weight.group_size
     if weight.group_starts is None and weight.scale.num_groups == 1:

@@ -35,7 +35,7 @@ def num_splits(num_blocks: int, num_steps: int, num_multiprocessors: int) -> int
 
 
 def work_space(splits: int, num_outputs: int, num_rows: int, like: torch.Tensor) -> torch.Tensor:
-    """Partial sums, of four bytes each; [1] where there are none."""
+    """Allocates partial sums, of four bytes each; [1] for none."""
     size = splits * num_outputs * num_rows if splits > 1 else 1
     return torch.empty(size, dtype=torch.float32, device=like.device)
 
@@ -61,7 +61,8 @@ def _counters(device: torch.device, stream: int) -> torch.Tensor:
 
 @triton.jit
 def add_shares(acc_NM, partial_ptr, arrived_ptr, block, num_blocks, N: tl.constexpr, M: tl.constexpr):
-    """(Is this program the last of its block, the block's sums). Leaves the counter at 0 for the next launch."""
+    """Returns (is this program the last of its block, the block's sums). Resets the counter to 0 for the next
+    launch."""
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     offsets_NM = tl.arange(0, N)[:, None] * M + tl.arange(0, M)[None, :]
     tl.store(partial_ptr + (split * num_blocks + block) * (N * M) + offsets_NM, acc_NM)

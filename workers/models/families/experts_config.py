@@ -153,7 +153,8 @@ def gpt_oss_experts(config: Fields, num_layers: int) -> ExpertsConfig | None:
 def _qwen_experts(
     config: Fields, num_layers: int, *, num_experts: int, num_chosen: int, shared: bool
 ) -> ExpertsConfig | None:
-    """A layer is sparse where its number, from 1 on, is a multiple of `decoder_sparse_step`, unless it is listed."""
+    """Reads which layers are sparse: those whose number, from 1, is a multiple of `decoder_sparse_step` and is not
+    listed."""
     key = "num_local_experts" if "num_local_experts" in config else "num_experts"
     if config.raw(key) == 0:
         return None
@@ -215,7 +216,7 @@ class _Numbers(TypedDict):
 
 
 def _numbers(config: Fields, key: str, default: int, chosen: int | None) -> _Numbers:
-    """`default` experts where `key` is absent, of which a token chooses `chosen`; None: the file must say."""
+    """`default` experts if `key` is absent (None: the file must have it); a token chooses `chosen` of them."""
     _require(config, "hidden_act", config.text_or("hidden_act", "silu"), ("silu", "swish"))
     num_experts = _at_most(config, key, config.integer_or(key, default), _MAX_EXPERTS)
     key = "num_experts_per_tok"

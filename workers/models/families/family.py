@@ -55,7 +55,7 @@ class Family:
 
     @property
     def stored_as_llama(self) -> bool:
-        """Whether tensors mean what Llama's of the same name do, and none is fused or has another order of rows."""
+        """Whether tensors are stored as Llama's of the same name: not fused, and with rows in the same order."""
         same = (self.places, self.tensors) == (NORMS_BEFORE, LLAMA_NAMES) and not self.norm.offset
         return same and self.latent is None and not self.interleaved_rope and "partial_rotary_factor" not in self.reads
 

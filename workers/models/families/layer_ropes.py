@@ -30,7 +30,8 @@ def rope_where_windowed(config: Fields, windows: Windows, sizes: RopeSizes) -> R
 
 
 def ropes_listed(config: Fields, windows: Windows, sizes: RopeSizes) -> Ropes:
-    """`no_rope_layers` has 1 for a layer that rotates; without it, all but each `no_rope_layer_interval`-th do."""
+    """Reads `no_rope_layers`, with 1 for a layer that rotates; by default each `no_rope_layer_interval`-th layer does
+    not rotate."""
     rope, interval = _rope(config, sizes), config.integer_or("no_rope_layer_interval", 4)
     listed = config.raw("no_rope_layers")
     if listed is None:
@@ -45,8 +46,8 @@ def ropes_listed(config: Fields, windows: Windows, sizes: RopeSizes) -> Ropes:
 
 
 def ropes_by_type(config: Fields, windows: Windows, sizes: RopeSizes) -> Ropes:
-    """Layers with a window have a rope of their own: `rope_parameters` by layer type (transformers 5), or
-    `rope_local_base_freq` beside `rope_theta`, where the scaling is that of the other layers."""
+    """Gives layers with a window their own rope: `rope_parameters` by layer type (transformers 5), or
+    `rope_local_base_freq` beside `rope_theta`, with the scaling of the other layers."""
     by_type = config.inner("rope_parameters")
     if "full_attention" in by_type or "sliding_attention" in by_type:
         wide = _rope(config.replaced(rope_parameters=by_type.raw("full_attention")), sizes)
@@ -59,7 +60,7 @@ def ropes_by_type(config: Fields, windows: Windows, sizes: RopeSizes) -> Ropes:
 
 
 def ropes_of_one_base(config: Fields, windows: Windows, sizes: RopeSizes) -> Ropes:
-    """Ropes by type of layer; layers have no rope of their own, those with a window have the same base, unscaled."""
+    """Gives layers with a window the same base, unscaled."""
     return ropes_by_type(config.replaced(rope_local_base_freq=config.number("rope_theta")), windows, sizes)
 
 

@@ -27,7 +27,7 @@ def one_window(config: Fields, num_layers: int) -> Windows:
 
 
 def windows_by_layer(config: Fields, num_layers: int) -> Windows:
-    """`layer_types` names them, else they are those from `max_window_layers` on, if `use_sliding_window` is true."""
+    """Reads `layer_types`; by default the layers from `max_window_layers` on, if `use_sliding_window` is true."""
     window = config.integer_or("sliding_window", 4096) if config.flag("use_sliding_window") else None
     types = _layer_types(config, num_layers)
     if not types:
@@ -39,8 +39,7 @@ def windows_by_layer(config: Fields, num_layers: int) -> Windows:
 
 
 def windows_by_pattern(config: Fields, num_layers: int) -> Windows:
-    """`layer_types` names them, else each `sliding_window_pattern`-th layer sees everything and the others have the
-    window."""
+    """Reads `layer_types`; by default each `sliding_window_pattern`-th layer has no window."""
     window = config.integer_or("sliding_window", None)
     types = _layer_types(config, num_layers)
     if types:

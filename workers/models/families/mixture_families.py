@@ -170,7 +170,7 @@ _FULL = 1
 
 
 def _minimax_m2_windows(config: Fields, num_layers: int) -> Windows:
-    """None. `attn_type_list` of published files may name layers with linear attention, as MiniMax-01 has them."""
+    """Returns no windows. `attn_type_list` of published files may name linear attention, as in MiniMax-01."""
     kinds = config.raw("attn_type_list")
     if kinds is not None and kinds != [_FULL] * num_layers:
         raise UnsupportedModel(

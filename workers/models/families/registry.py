@@ -13,7 +13,7 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def is_ours(config: Fields) -> bool:
-    """Whether the model is one of these families, whose layers Baton computes itself."""
+    """Whether Baton computes the model's layers itself."""
     return _family(config) is not None
 
 

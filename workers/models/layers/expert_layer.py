@@ -105,11 +105,11 @@ class MixtureOfExperts:
 
     @property
     def waits(self) -> bool:
-        """Once packed: without a product of all experts the host picks those that tokens chose."""
+        """Whether the host chooses experts once weights are packed: without a product of all experts."""
         return self._packed is None and self._grouped is None
 
     def _outputs(self, x_TE: torch.Tensor, chosen_TS: torch.Tensor) -> torch.Tensor:
-        """[T, S, E]: what each slot's expert makes of the token, 0 where another rank has the expert."""
+        """[T, S, E]: the output of each slot's expert, 0 for an expert of another rank."""
         y_TSE = x_TE.new_zeros(*chosen_TS.shape, x_TE.shape[1])
         self.counts_X += torch.bincount(chosen_TS.flatten().cpu(), minlength=len(self.counts_X))
         for expert in torch.unique(chosen_TS).tolist():
@@ -119,7 +119,7 @@ class MixtureOfExperts:
         return y_TSE
 
     def packed_products(self) -> tuple[PackedProduct, None] | None:
-        """One product for all: this rank's part of the sum."""
+        """One product for all experts: this rank's part of the sum."""
         return None if self._packed is None else (PackedProduct(weight=self._packed), None)
 
     def linears(self) -> Iterator[AdaptableLinear]:

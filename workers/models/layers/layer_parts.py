@@ -29,7 +29,7 @@ class AttentionLayer(Protocol):
 
     @property
     def sinks_N(self) -> torch.Tensor | None:
-        """float32: one more logit of each query head's softmax, or none."""
+        """[N] float32: an extra logit of each query head's softmax; or None."""
         ...
 
     @property

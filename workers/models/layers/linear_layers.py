@@ -23,8 +23,8 @@ behind, and half of it would be slower. Chosen by reasoning, not measured yet.""
 def projections_of(
     prefix: str, names: Sequence[str], totals: Sequence[int], shares: Sequence[range], orders: Sequence[tuple[int, ...]]
 ) -> list[Projection]:
-    """One for each of `totals` outputs, of which this rank has `shares`. A single name is that of a tensor that has all
-    of them, one behind the other."""
+    """One projection for each of `totals` outputs, of which this rank has `shares`. A single name stands for a tensor
+    with all projections."""
     fused = len(names) == 1 < len(totals)
     slices, before = [], 0
     for place, (total, share, order) in enumerate(zip(totals, shares, orders, strict=True)):

@@ -67,7 +67,7 @@ class Rotation:
         self._varies = isinstance(rope, DynamicRope | LongRope)
 
     def __call__(self, inputs: AttentionInputs, prompt_lens: Sequence[int]) -> CosSin:
-        """(cos, sin), each [T, P]; `prompt_lens` has the full prompt's length for each row of `inputs`."""
+        """Returns (cos, sin), each [T, P]. `prompt_lens` has the full prompt's length of each row of `inputs`."""
         frequencies = self._of_tokens(inputs, prompt_lens) if self._varies else self._start_P
         angles_TP = inputs.positions_T.unsqueeze(1).float() * frequencies
         cos_TP, sin_TP = angles_TP.cos() * self._rope.magnitude, angles_TP.sin() * self._rope.magnitude

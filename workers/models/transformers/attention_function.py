@@ -48,7 +48,7 @@ def attend(
 
 
 def traced_mask(**arguments: Any) -> torch.Tensor | None:
-    """Called where a model makes a mask, with the function that tells which keys a query sees."""
+    """Wraps a function that makes a mask; the mask function decides which keys a query sees."""
     step: Callable[..., torch.Tensor | None] = arguments["config"].baton_masks
     return step(**arguments)
 

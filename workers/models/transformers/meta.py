@@ -23,8 +23,8 @@ _ENCODER, _MORE_THAN_TEXT = "it is an encoder and a decoder", "it reads more tha
 
 
 def config_of(folder: Path, fields: Fields) -> tuple[Any, type[Any]]:
-    """transformers' config of a checkpoint and the class of its model. Raises UnsupportedModel for what is no decoder
-    of text."""
+    """Returns transformers' config of a checkpoint, and the class of its model. Raises UnsupportedModel for a model
+    that is no text decoder."""
     name = named(fields)
     _refuse_fields(name, fields)
     import transformers  # seconds: after the refusals that need none of it

@@ -139,7 +139,7 @@ def _check_heads(name: str, config: TransformersConfig) -> None:
 def _unit(
     theirs: Any, made: type[Any], name: str, model: Any, config: TransformersConfig, linears: frozenset[str]
 ) -> tuple[int, str]:
-    """The number that the number of ranks must divide, tried on two ranks' worth of the model; or 1, and why."""
+    """Returns the number that the ranks must divide, found by cutting the model for two ranks; or 1, and the reason."""
     try:
         unit = unit_of(model, config.calls, linears)
         ranks = next((count for count in range(2, unit + 1) if unit % count == 0), None)

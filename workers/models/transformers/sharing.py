@@ -92,7 +92,7 @@ def unit_of(model: Any, calls: Collection[AttentionCall], linears: Collection[st
 
 
 def parameter_cuts(model: Any) -> dict[str, ParameterCut]:
-    """Cuts of the parameters that the plan names itself: those of experts."""
+    """Cuts of the experts' parameters, which the plan names."""
     plan = plan_of(model)
     styles = {}
     for name, parameter in model.named_parameters():
@@ -123,7 +123,7 @@ def replace_linears(model: Any, context: LayerContext, names: Collection[str], s
 
 
 def sum_experts(model: Any, parallel: TensorParallel) -> None:
-    """The outputs of experts that the ranks have columns of are added up."""
+    """Adds up, over the ranks, outputs of experts that are cut by columns."""
     plan = plan_of(model)
     for name, module in model.named_modules():
         if style_of(plan, name) == _SUMMED:

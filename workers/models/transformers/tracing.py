@@ -77,7 +77,7 @@ class Tracing:
     def make_mask(
         self, *, mask_function: Any, device: torch.device, local_size: int | None = None, **_: Any
     ) -> torch.Tensor:
-        """A mask that stands for causal attention, with a window of `local_size` or without."""
+        """Returns a stand-in for a causal mask, with a window of `local_size` or without."""
         if not _is_causal(mask_function, local_size):
             kind = "chunks" if local_size else "neither causal nor of a sliding window"
             raise self._refused(f"its attention mask is of another kind: {kind}")

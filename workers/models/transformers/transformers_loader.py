@@ -82,7 +82,7 @@ def load_transformers(
 
 
 def _tie_as_stored(folder: Path, model: Any, source: ConvertedSource) -> None:
-    """Unties weights that differ, as transformers does; of a pair of which only the other is stored, that is read."""
+    """Unties weights that differ, as transformers does; of a tied pair the stored one is read."""
     names = set(source.names())
     for tied, shared in list(model.all_tied_weights_keys.items()):
         if tied in names and shared not in names:
@@ -96,8 +96,8 @@ def _tie_as_stored(folder: Path, model: Any, source: ConvertedSource) -> None:
 
 
 def _make_buffers(model: Any, device: str, name: str) -> None:
-    """Allocates the buffers, and has the model compute those that no checkpoint has, such as a rope's frequencies.
-    Raises UnsupportedModel for one that it leaves unset."""
+    """Allocates the buffers, and lets the model compute those that no checkpoint has, such as a rope's frequencies.
+    Raises UnsupportedModel for a buffer that the model does not set."""
     persistent = set(model.state_dict())
     made: list[tuple[str, torch.Tensor]] = []
     for full_name, buffer in list(model.named_buffers()):
@@ -151,7 +151,7 @@ def _checked(folder: Path, traced: TracedModel, context: LayerContext, source: C
 def _slots_of(
     model: Any, name: str, parameter: torch.Tensor, cut: ParameterCut | None, context: LayerContext
 ) -> list[Slot]:
-    """The slots of a parameter, which gets memory for this rank's share."""
+    """Allocates this rank's share of a parameter, and returns its slots."""
     parallel = context.parallel
     local = parameter if cut is None else cut.of(parameter, parallel.rank, parallel.size)
     target = torch.empty_like(local, device=context.device)

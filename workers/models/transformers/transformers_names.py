@@ -121,8 +121,7 @@ class ConvertedSource:
 
 
 def _conversions_of(model: Any, names: Collection[str]) -> tuple[list[Conversion], list[str]]:
-    """Also the names that make nothing. In the order in which transformers reads them: some of its rules depend on
-    it."""
+    """Returns the conversions, in the order of transformers, whose rules depend on it, and the names without one."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 

@@ -26,7 +26,7 @@ class DraftHead(Protocol):
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs it reads; the number of layers stands for the output of the last norm."""
+        """Layers of the target whose inputs the head reads; the number of layers stands for the last norm's output."""
         ...
 
     @property
@@ -34,25 +34,25 @@ class DraftHead(Protocol):
 
     @property
     def target_ids_V(self) -> torch.Tensor | None:
-        """int64: the target's id of each of its tokens; None if they are the same."""
+        """int64: the target's id of each of the head's tokens; None if ids are equal."""
         ...
 
     def kv_layout(self, block_size: int) -> KVLayout: ...
 
     def features(self, hidden: HiddenStates[torch.Tensor], places_T: torch.Tensor) -> torch.Tensor:
-        """[T, E]: what it reads of the target's hidden states at these places of the last step."""
+        """[T, E]: the features of the target's hidden states at these places of the last step."""
         ...
 
     def forward(
         self, inputs: ModelInputs, features_TE: torch.Tensor, attention: AttentionBackend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [R, V] in float32, and features [R, E] for the entry after each of these positions. Every rank must be
-        given the same inputs."""
+        """Returns logits [R, V] in float32, and features [R, E] for the entry after each position. Every rank must get
+        the same inputs."""
         ...
 
 
 def fill_head(path: str, head: Loadable, source: WeightSource, *, unused: Collection[str] = ()) -> None:
-    """Fills the head's slots. Raises as `check_slots`. Tensors that are neither wanted nor in `unused` are logged."""
+    """Fills the head's slots, and logs tensors that are neither wanted nor in `unused`. Raises as `check_slots`."""
     slots = list(head.slots())
     check_slots(path, slots, source)
     log_unused(path, sorted({*source.names()} - {slot.name for slot in slots} - {*unused}))

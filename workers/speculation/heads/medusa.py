@@ -93,7 +93,7 @@ class MedusaHeads:
 
     @torch.inference_mode()
     def logits(self, hidden_RE: torch.Tensor, num_heads: int) -> list[torch.Tensor]:
-        """[R, V] in float32 of each of the first heads."""
+        """[R, V] in float32 for each of the first `num_heads` heads."""
         logits = []
         for blocks, last in self._heads[:num_heads]:
             x_RE = hidden_RE

@@ -158,7 +158,8 @@ class DraftModelProposer(ModelProposer[tuple[SpeculatedSequence, SamplingParams]
 
 
 def _shared(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Tokens that the draft model has not are its first one: the target's vocabulary may be padded further."""
+    """Replaces tokens outside the draft model's vocabulary by its first token: the target's vocabulary may be padded
+    further."""
     if not token_ids or max(token_ids) < vocab_size:
         return token_ids
     return tuple([token_id if token_id < vocab_size else 0 for token_id in token_ids])
@@ -167,7 +168,7 @@ def _shared(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 def drafting_params(
     sampling: SamplingParams, vocab_size: int | None = None, *, penalised: bool = True
 ) -> SamplingParams:
-    """How drafts are sampled: as the answer, but without a grammar, whose masks cut drafts once they are planned, and
+    """Sampling parameters of drafts: those of the answer without a grammar, whose masks cut drafts later, and without
     biases of tokens from `vocab_size` on. Without `penalised` no tokens are counted."""
     drafting = replace(
         sampling,

@@ -44,7 +44,7 @@ class HeadRunner(Protocol):
         ...
 
     def head_next(self, batch: Batch) -> StepOutput:
-        """Makes the entry after the last one of each row, which sampled."""
+        """Makes the entry that follows each sampling row."""
         ...
 
 
@@ -111,7 +111,7 @@ class HeadProposer(ModelProposer[_Headed]):
         self._spent_s += self._clock() - start_s
 
     def skipped(self, rows: Sequence[ComputedRow]) -> None:
-        """Entries of these positions cannot be made later: the head begins behind their pages."""
+        """Marks that the head begins after these pages: their entries cannot be made later."""
         size = self._limits.block_size
         for row in rows:
             self._headless.update(row.pages[row.start // size : -(-(row.start + len(row.token_ids)) // size)])
@@ -156,8 +156,8 @@ class HeadProposer(ModelProposer[_Headed]):
         return min(max_drafts, self._limits.max_len - num_tokens(self._sequences[request_id].sequence) + 2)
 
     def _first_entry(self, row: ComputedRow) -> int:
-        """The first position of the row's sequence that has an entry, or will have one: behind the last page that came
-        without, which may hold the row's first positions."""
+        """The first position of the row's sequence with an entry, now or after this step: it follows the last page
+        without entries."""
         if not self._headless:
             return 0
         size = self._limits.block_size
@@ -191,8 +191,8 @@ class HeadProposer(ModelProposer[_Headed]):
         prompt_len: int,
         sample: Sample | None,
     ) -> Row:
-        """Entries of positions from `start` on. They count from the first that the head has: turned by the difference,
-        queries and keys match as before."""
+        """Entries of positions from `start` on, counted from the head's first entry: a shift of all positions leaves
+        attention unchanged."""
         size = self._limits.block_size
         table = pages[first // size :]
         return Row(

@@ -29,7 +29,7 @@ class MedusaRunner(Protocol):
     """The heads of a worker."""
 
     def medusa(self, places: tuple[int, ...], samples: tuple[tuple[Sample, ...], ...]) -> tuple[tuple[int, ...], ...]:
-        """For each head, which has its `samples`, a token for the hidden state at each place of the last step."""
+        """For each head and its `samples`, a token for the hidden state at each place of the last step."""
         ...
 
 

@@ -73,7 +73,7 @@ class MatchIndex:
         return (place, length) if length else self._short_match()
 
     def after(self, place: int, count: int) -> tuple[int, ...]:
-        """`count` tokens from `place` on. Behind the last token they repeat those from `place` on."""
+        """`count` tokens from `place` on; at the end of the known tokens they repeat from `place`."""
         after = self._tokens[place : place + count]
         period = len(after)
         return tuple(after) if period == count else tuple([after[at % period] for at in range(count)])
@@ -87,8 +87,8 @@ class MatchIndex:
             short[two] = (place, short[two][0] if two in short else 0)
 
     def _long_match(self) -> tuple[int, int]:
-        """Finds a match of `KEY` tokens or more: of equally long ones those in the answer first, and the latest first
-        in each. A place is compared only if it matches where the best one so far does not."""
+        """Finds the longest match of at least `KEY` tokens; the answer comes before the prompt, later places before
+        earlier ones. A place is compared only if it matches where the best one so far does not."""
         tokens = self._tokens
         stop, best, best_place = len(tokens), 0, 0
         for place in chain(self._in_answer(stop), self._in_prompt(stop)):

@@ -87,8 +87,8 @@ class PastAnswers:
         self.first += num_tokens
 
     def places(self, last: Sequence[int]) -> list[tuple[int, int]]:
-        """(match, place) of the latest places behind the last tokens: the number of tokens that match, and the index in
-        `tokens` of the token after them."""
+        """Returns (match, place) of the latest occurrences of the last tokens: the number of matching tokens, and the
+        index in `tokens` of the token after them."""
         key = 0
         for token_id in last[-MIN_MATCH:]:
             key = key << _BITS | token_id

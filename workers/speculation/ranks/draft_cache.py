@@ -60,17 +60,17 @@ class Drafting(Protocol):
 
     @property
     def cache(self) -> DraftCache | None:
-        """The proposer's own KV on this rank; None if it keeps none."""
+        """The proposer's own KV on this rank, or None."""
         ...
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs the proposer reads; none if it reads tokens only."""
+        """Layers of the target whose inputs the proposer reads; none if it reads only tokens."""
         ...
 
     @property
     def kv_head(self) -> KVHead | None:
-        """The KV that goes with the model's to other workers and to the host; None if there is none."""
+        """The KV that moves with the model's to other workers and to the host, or None."""
         ...
 
     def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None: ...

@@ -34,8 +34,8 @@ class DraftNeeds:
 
 
 def needs_of(config: WorkerConfig, target: ServedConfig, dtype: str) -> DraftNeeds:
-    """`dtype` is that of the target. Raises BadCheckpoint, UnsupportedModel or Misconfigured for files with which no
-    draft model or head of this target can be made; tensors are described alone."""
+    """`dtype`: the target's. Reads descriptions of tensors only. Raises BadCheckpoint, UnsupportedModel or
+    Misconfigured for files that fit no draft model or head of this target."""
     mode = SpeculateMode.of(config.speculate)
     if not mode.is_by_model:
         return DraftNeeds()
@@ -127,8 +127,8 @@ _CHOOSE = "choose a draft model with the same vocabulary, as a smaller one of th
 def check_same_vocabulary(
     draft_path: str | Path, draft: ServedConfig, target_path: str | Path, target: ServedConfig
 ) -> None:
-    """Raises Misconfigured unless a token id is the same text for both models. Where one of them has no tokenizer, the
-    numbers of tokens are compared; with both, a vocabulary may be padded."""
+    """Raises Misconfigured unless a token id is the same text for both models. With both tokenizers a vocabulary may be
+    padded; without one of them the numbers of tokens are compared."""
     theirs, ours = _tokens(draft_path), _tokens(target_path)
     if theirs is None or ours is None:
         if draft.vocab_size != target.vocab_size:
@@ -149,8 +149,8 @@ def check_same_vocabulary(
 
 
 def _tokens(path: str | Path) -> dict[int, str] | None:
-    """The text of each token in tokenizer.json, special ones left out: chats of one vocabulary may name them anew.
-    None without the file. Raises BadCheckpoint if it is damaged."""
+    """The text of each token in tokenizer.json without special tokens, which chat models may rename. None without the
+    file. Raises BadCheckpoint if it is damaged."""
     text = open_model(path).text("tokenizer.json")
     if text is None:
         return None

@@ -84,8 +84,8 @@ class ServedDraftModel:
 
 
 def open_drafting(config: WorkerConfig, target: ServedDecoder, group: TensorParallel, device: str) -> Drafting | None:
-    """None if nothing that speculates computes with a model. Raises BadCheckpoint, UnsupportedModel or Misconfigured
-    for a model or head that does not fit the target."""
+    """Returns None if no proposer computes with a model. Raises BadCheckpoint, UnsupportedModel or Misconfigured for a
+    model or head that does not fit the target."""
     mode = SpeculateMode.of(config.speculate)
     if not mode.is_by_model:
         return None

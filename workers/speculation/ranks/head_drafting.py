@@ -65,7 +65,7 @@ class HeadDrafting:
 
     @torch.inference_mode()
     def head_computed(self, batch: Batch, first_hidden: tuple[int, ...]) -> StepOutput:
-        """Entries of positions that the target's last step computed; those of a row from `first_hidden` on there."""
+        """Makes entries of positions that the target's last step computed; a row's begin at `first_hidden` there."""
         assert self._hidden is not None, "the head reads the hidden states of no runner"
         places = [
             first + place
@@ -77,7 +77,7 @@ class HeadDrafting:
 
     @torch.inference_mode()
     def head_next(self, batch: Batch) -> StepOutput:
-        """The entry after the last one of each row, which was drafted."""
+        """Makes the entry that follows each drafted row."""
         places = [self._places[row.request_id] for row in batch.rows]
         return self._run(batch, self._features_RE.index_select(0, to_device(np.array(places), self._device)))
 
@@ -123,8 +123,8 @@ class MedusaDrafting:
 
     @torch.inference_mode()
     def medusa(self, places: tuple[int, ...], samples: tuple[tuple[Sample, ...], ...]) -> tuple[tuple[int, ...], ...]:
-        """For each head a draft of each sequence, whose hidden states stand at `places` of the last step. `samples`
-        has each head's."""
+        """Each head drafts a token for every sequence, from its hidden state at `places` of the last step, with the
+        head's `samples`."""
         assert self._hidden is not None, "the heads read the hidden states of no runner"
         (layer,) = self.hidden_layers
         hidden_RE = self._hidden.at(layer).index_select(0, to_device(np.array(places), self._device))

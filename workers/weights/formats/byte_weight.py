@@ -79,7 +79,7 @@ class ByteWeight:
         return [weight.in_groups_from(stored.inputs.start)]
 
     def _scales(self, suffix: str, *, zeros: bool = False) -> torch.Tensor:
-        """Allocates what is stored for the share's outputs, and all groups of them; of blocks all there are."""
+        """Allocates the stored scales of the share's outputs and all groups; for blocks, all scales."""
         stored, strategy = self.stored, self._settings.strategy
         rows, inputs = stored.projection.total, stored.share.total_inputs
         height, width = self._settings.block

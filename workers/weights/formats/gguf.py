@@ -17,7 +17,7 @@ from workers.weights.source import WeightSource
 
 
 def encodings(_: None, source: WeightSource) -> WeightEncodings:
-    """By the type of each tensor: fused projections of different types stay side by side."""
+    """Chooses the encoding by each tensor's type: fused projections of different types stay apart."""
     names = frozenset(source.names())
     kinds = {name: source.describe(name).dtype for name in names if name.endswith(".weight")}
     quantised = BlockEncoding(source)

@@ -65,7 +65,7 @@ class GPTQWeight:
         return unpack_bits(bytes_of_words(words), self._sizes.bits, last)[:, self._skipped_zeros :]
 
     def _check_zeros(self, where: str, words: torch.Tensor) -> None:
-        """Version 1 stores a zero of 0 as all ones, which readers take for 0, for 2**bits, or carry into the next."""
+        """Raises for zeros of all ones: version 1 stores a zero of 0 so, and readers disagree about it."""
         bits = self._sizes.bits
         if self._sizes.zero_offset and bool((self._stored_zeros(words) == 2**bits - 1).any()):
             raise UnsupportedModel(

@@ -43,7 +43,7 @@ class StoredWeight(Protocol):
     def stored(self) -> StoredTensors: ...
 
     def weights(self) -> Sequence[QuantisedWeight]:
-        """The filled targets as one weight, or several of other inputs, whose products are added up."""
+        """The filled targets as one weight, or several with other inputs, whose products are added up."""
         ...
 
 
@@ -69,9 +69,8 @@ def encodings_where(
     settings_of: Callable[[str], Settings],
     make: Callable[[StoredTensors, Settings], StoredWeight],
 ) -> WeightEncodings:
-    """Layers NAME with a tensor NAME.suffix are stored as their settings say, others with NAME.weight are floats: the
-    files decide, since a config names what it leaves out in several ways. Layers of equal settings share an encoding.
-    """
+    """Encodes layers with a tensor NAME.suffix by their settings, others with NAME.weight as floats: files decide,
+    because configs name left-out layers in several ways. Layers of equal settings share an encoding."""
     names = source.names()
 
     @cache

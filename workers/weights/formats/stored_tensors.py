@@ -88,7 +88,7 @@ class StoredTensors:
         return self.tensor(suffix, shape, dtype, FLOATS | {"F8_E8M0"}, **cut)
 
     def group_indices(self, suffix: str, num_groups: int) -> torch.Tensor | None:
-        """The group of each input of the share; None where it is not stored. All are -1 where groups are in order."""
+        """The group of each input of the share; None if it is not stored. All are -1 if groups are in order."""
 
         def check(where: str, groups_I: torch.Tensor) -> None:
             least, largest = (int(edge) for edge in groups_I.aminmax())
@@ -116,8 +116,8 @@ class StoredTensors:
 
 
 def covering_words(values: range, bits: int) -> tuple[range, int]:
-    """The words of 32 bits, from one that begins with a value, that hold these values of a dense stream; and how many
-    values they hold before the first."""
+    """Returns the range of 32-bit words that hold these values of a dense stream, starting at a word that begins with a
+    value; and the number of values before the first."""
     values_of_unit = 32 // gcd(32, bits)
     first = values.start // values_of_unit * values_of_unit
     return range(first * bits // 32, -(-values.stop * bits // 32)), values.start - first
