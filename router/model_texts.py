@@ -86,8 +86,7 @@ class ModelTexts:
         client's `param`."""
         if self.template is None:
             raise InvalidRequest(
-                f"The model '{self.card.name}' has no chat template: send its prompt to /v1/completions",
-                param=param,
+                f"The model '{self.card.name}' has no chat template: send its prompt to /v1/completions", param=param
             )
         if tools:
             self.check_tools()

@@ -95,12 +95,7 @@ class JobState:
             self._num_cached = num_tokens
 
     def request(
-        self,
-        request_id: str,
-        *,
-        ticket: Ticket | None = None,
-        pull: Ticket | None = None,
-        more: tuple[int, ...] = (),
+        self, request_id: str, *, ticket: Ticket | None = None, pull: Ticket | None = None, more: tuple[int, ...] = ()
     ) -> GenerateRequest:
         job, output_ids = self.job, (*self.output_ids, *more)
         return GenerateRequest(

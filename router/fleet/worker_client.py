@@ -21,14 +21,7 @@ import grpc
 from msgspec.structs import replace
 
 from protos import worker_pb2, worker_pb2_grpc
-from protos.errors import (
-    BatonError,
-    DeadlineExceeded,
-    InvalidRequest,
-    Unauthenticated,
-    Unavailable,
-    WorkerLost,
-)
+from protos.errors import BatonError, DeadlineExceeded, InvalidRequest, Unauthenticated, Unavailable, WorkerLost
 from protos.grpc_status import error_of, in_words, peer_error
 from protos.tls import why_refused
 from protos.values import (

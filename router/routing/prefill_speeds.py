@@ -63,10 +63,7 @@ class PrefillSpeeds:
         self._kinds[worker_id] = kind
         low, high = self._between
         fast, slow = speed / ALIKE, speed * ALIKE  # the means at which the kind changes
-        self._between = (
-            max(low, (fast, slow, 0.0)[kind]),
-            min(high, (slow, math.inf, fast)[kind]),
-        )
+        self._between = (max(low, (fast, slow, 0.0)[kind]), min(high, (slow, math.inf, fast)[kind]))
 
     def drop(self, worker_id: str) -> None:
         self._kinds.pop(worker_id, None)

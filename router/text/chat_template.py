@@ -134,11 +134,7 @@ class ChatTemplate:
             named[DEFAULT] = named[first]
         return make(named[DEFAULT], with_tools=with_tools) if named else None
 
-    async def prompt(
-        self,
-        messages: Sequence[Message],
-        **how: Unpack[RenderOptions],
-    ) -> Rendered:
+    async def prompt(self, messages: Sequence[Message], **how: Unpack[RenderOptions]) -> Rendered:
         """Like `rendered`, on a thread if the input is long, so that the event loop stays free."""
         render = partial(self.rendered, messages, **how)
         has_tools = bool(how.get("tools")) or any("tool_calls" in message for message in messages)  # which may be large
@@ -147,11 +143,7 @@ class ChatTemplate:
             return render()
         return await asyncio.get_running_loop().run_in_executor(self._thread, render)
 
-    def rendered(
-        self,
-        messages: Sequence[Message],
-        **how: Unpack[RenderOptions],
-    ) -> Rendered:
+    def rendered(self, messages: Sequence[Message], **how: Unpack[RenderOptions]) -> Rendered:
         """The prompt with its special tokens, so that tokenising adds none. Raises InvalidRequest with the template's
         words."""
         tools = how.get("tools", ())

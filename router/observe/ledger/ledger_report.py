@@ -137,12 +137,7 @@ def _sum(name: str) -> str:
 
 
 def _source(
-    by: Sequence[str],
-    summed: Sequence[str],
-    since_s: int,
-    until_s: int,
-    bucket_s: int | None,
-    endpoints: Endpoints,
+    by: Sequence[str], summed: Sequence[str], since_s: int, until_s: int, bucket_s: int | None, endpoints: Endpoints
 ) -> tuple[str, Sequence[int | str]]:
     """Takes sums of whole days and hours if a bucket holds them, and single requests for the rest."""
     widths = [width for width in SUMS if bucket_s is None or (bucket_s % width == 0 and since_s % width == 0)]

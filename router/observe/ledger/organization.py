@@ -79,12 +79,7 @@ def costs_page(database: Database, asked: PageQuery) -> dict[str, Any]:
 def _page(database: Database, asked: PageQuery, shown: Any, endpoints: Endpoints) -> dict[str, Any]:
     since_s, until_s, _ = kept_times(database, asked.start_s, asked.stop_s)
     usage = sums(
-        database,
-        since_s=since_s,
-        until_s=until_s,
-        by=_columns(asked.by),
-        bucket_s=asked.width_s,
-        endpoints=endpoints,
+        database, since_s=since_s, until_s=until_s, by=_columns(asked.by), bucket_s=asked.width_s, endpoints=endpoints
     )
     by_start: dict[int, list[UsageSum]] = {}
     for row in usage:
