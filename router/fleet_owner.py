@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 
@@ -271,27 +271,15 @@ class CapacityOwner(FleetOwner, Protocol):
 class NoFleetOwner:
     """The owner of workers that were given by address."""
 
-    async def view(self) -> FleetReport:
-        raise _no_owner()
+    async def _refuse(self, *_: object) -> NoReturn:
+        raise InvalidRequest(
+            "this gateway was given its workers by address, so that it cannot change their number: start workers with "
+            "`baton pools` or `baton serve`, or start and stop them yourself"
+        )
 
-    async def order(self, order: FleetOrder) -> FleetChange:
-        raise _no_owner()
+    view = order = report = sights = _refuse
 
-    async def report(self, sight: GatewaySight | None) -> CapacityNews:
-        raise _no_owner()
-
-    async def sights(self) -> tuple[SeenSight, ...]:
-        raise _no_owner()
-
-    async def close(self) -> None:
-        pass
-
-
-def _no_owner() -> InvalidRequest:
-    return InvalidRequest(
-        "this gateway was given its workers by address, so that it cannot change their number: start workers with "
-        "`baton pools` or `baton serve`, or start and stop them yourself"
-    )
+    async def close(self) -> None: ...
 
 
 def scaled(desired: DesiredFleet, counts: Mapping[WorkerRole, int]) -> DesiredFleet:

@@ -25,7 +25,7 @@ from router.fleet.sleep import SleepWatch
 from router.fleet_owner import CapacityOwner, NoFleetOwner
 from router.gateway import Gateway, open_gateway
 from router.http.pace import Pace
-from router.observe.history_sampler import HistorySampler
+from router.observe.history import HistorySampler
 from router.observe.ledger.journal import RowJournal
 from router.observe.ledger.ledger_store import LedgerStore
 from router.observe.ledger.ledger_tables import ledger_database

@@ -8,12 +8,10 @@ from starlette.responses import Response
 from router.admin.door import seconds_of
 from router.gateway import Gateway
 from router.http.error_responses import json_response
-from router.observe.history import PERIOD_S, view
-from router.request_metrics import GAP_SECONDS, SECONDS
+from router.observe.history import PERIOD_S
 
 
 async def history(gateway: Gateway, request: Request) -> Response:
     """`since` leaves out periods that ended then or before."""
-    periods = gateway.history.since(seconds_of(request, "since", 0))
-    points = [view(period, SECONDS, GAP_SECONDS) for period in periods]
+    points = gateway.history.since(seconds_of(request, "since", 0))
     return json_response({"period_s": PERIOD_S, "points": points})

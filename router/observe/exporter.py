@@ -32,7 +32,6 @@ from router.observe.request_observer import EndedRequest, ObservedRequest
 from router.observe.spans import Attribute, EndedChoice, TracedRequest, spans_of
 from router.request_metrics import arrival
 from router.router_config import TelemetryConfig
-from router.text.sampling_request import TextRequest
 
 MAX_QUEUED = 2048
 MAX_BATCH = 512
@@ -44,6 +43,16 @@ _OK = Status()
 _NO_RESOURCE = Resource.get_empty()
 _SCOPE = InstrumentationScope("baton", VERSION)
 _PROPAGATOR = TraceContextTextMapPropagator()
+
+
+OPERATIONS = {
+    "completions": "text_completion",
+    "ollama.generate": "text_completion",
+    "grpc.complete": "text_completion",
+    "embeddings": "embeddings",
+    "ollama.embed": "embeddings",
+}
+"""`gen_ai.operation.name` by endpoint; all others are `chat`."""
 
 
 class TraceExporter(Collector):
@@ -69,7 +78,7 @@ class TraceExporter(Collector):
 
     def ended(self, ended: EndedRequest) -> None:
         """The caller decides whether its request is sampled, else `sample` does."""
-        came, (ask, records, _, endpoint, _, _) = arrival.get(), ended.request
+        came, records, endpoint = arrival.get(), ended.request.records, ended.request.endpoint
         parent = parse_traceparent(came.traceparent) if came is not None and came.traceparent else None
         if not records or not self._is_sampled(parent):
             return
@@ -77,24 +86,17 @@ class TraceExporter(Collector):
             self._num_dropped += 1
             return
         now, received_s = loop_time(), records[0].received_s
-        firsts = [trace.timestamps.first_s for trace in records if trace.timestamps.first_s is not None]
+        arrived_s = came.at_s if came is not None else received_s
         record = TracedRequest(
+            name=f"{OPERATIONS.get(endpoint, 'chat')} {self._model}",
             trace_id=parent.trace_id if parent is not None else random.getrandbits(128) or 1,
             wall_offset_s=time.time() - now,
             parent=parent,
-            arrived_s=came.at_s if came is not None else received_s,
+            arrived_s=arrived_s,
             received_s=received_s,
-            first_s=min(firsts, default=None),
             ended_s=now,
-            endpoint=endpoint,
-            model=self._model,
-            response_id=ask.request_id,
-            tenant=ask.tenant.name,
-            attributes=_parameters(ask),
+            attributes=attributes_of(ended, self._model, arrived_s),
             choices=tuple(EndedChoice(events=tuple(trace.events), finish=trace.outcome) for trace in records),
-            num_prompt=ended.usage.prompt_tokens,
-            num_cached=ended.usage.cached_tokens,
-            num_output=ended.usage.completion_tokens,
             code="" if ended.error is None else ended.outcome,
         )
         self._num_queued += 1
@@ -182,12 +184,28 @@ def _context(trace_id: int, span_id: int) -> SpanContext:
     return SpanContext(trace_id, span_id, is_remote=False, trace_flags=_SAMPLED)
 
 
-def _parameters(ask: TextRequest) -> Mapping[str, Attribute]:
-    sampling = ask.jobs[0].sampling
-    return {
+def attributes_of(ended: EndedRequest, model: str, arrived_s: float) -> Mapping[str, Attribute]:
+    ask, records, _, endpoint, _, _ = ended.request
+    sampling, firsts = ask.jobs[0].sampling, [trace.timestamps.first_s for trace in records]
+    attributes: dict[str, Attribute] = {
+        "gen_ai.operation.name": OPERATIONS.get(endpoint, "chat"),
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+        "gen_ai.response.id": ask.request_id,
+        "gen_ai.response.finish_reasons": tuple(trace.outcome for trace in records),
+        "gen_ai.usage.input_tokens": ended.usage.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": ended.usage.cached_tokens,
+        "gen_ai.usage.output_tokens": ended.usage.completion_tokens,
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": float(sampling.temperature),
         "gen_ai.request.top_p": float(sampling.top_p),
         "gen_ai.request.choice.count": ask.n,
         "baton.request_id": ask.jobs[0].group_id,
+        "baton.endpoint": endpoint,
     }
+    if (first_s := min((at_s for at_s in firsts if at_s is not None), default=None)) is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = first_s - arrived_s
+    if ask.tenant.name:
+        attributes["baton.tenant"] = ask.tenant.name
+    return attributes

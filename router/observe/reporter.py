@@ -16,7 +16,7 @@ from protos.errors import BatonError
 from protos.event_loop import loop_time
 from router.fleet_owner import CapacityNews, CapacityOwner, GatewaySight, NoFleetOwner
 from router.jobs import FleetView
-from router.observe.history_sampler import WaitingLine
+from router.observe.history import WaitingLine
 from router.observe.samples import RequestSamples, sample_of, sight_of
 from router.traces.request_trace import RequestTraces
 

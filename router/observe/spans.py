@@ -27,15 +27,6 @@ from router.traces.request_trace import EventKind, Fact, TraceEvent
 
 Attribute = str | int | float | tuple[str, ...]
 
-OPERATIONS = {
-    "completions": "text_completion",
-    "ollama.generate": "text_completion",
-    "grpc.complete": "text_completion",
-    "embeddings": "embeddings",
-    "ollama.embed": "embeddings",
-}
-"""`gen_ai.operation.name` by endpoint; all others are `chat`."""
-
 
 class TraceSpan(Value, frozen=True, kw_only=True):
     """Times are seconds by the event loop's clock. `parent_id` 0: none. `error`: its code, "" without. `links` are ids
@@ -60,24 +51,18 @@ class EndedChoice(Value, frozen=True, kw_only=True):
 
 
 class TracedRequest(Value, frozen=True, kw_only=True):
-    """An ended request. Times are by the event loop's clock. `code` is an error's, "" without one."""
+    """An ended request. Times are by the event loop's clock. `attributes` are its own span's. `code` is an error's, ""
+    without one."""
 
+    name: str
     trace_id: int
     wall_offset_s: float  # the wall clock's time less the event loop's
     parent: SpanContext | None  # the client's span
     arrived_s: float
     received_s: float
-    first_s: float | None
     ended_s: float
-    endpoint: str
-    model: str
-    response_id: str
-    tenant: str
     attributes: Mapping[str, Attribute]
     choices: tuple[EndedChoice, ...]
-    num_prompt: int
-    num_cached: int
-    num_output: int
     code: str = ""
 
 
@@ -94,11 +79,11 @@ def spans_of(record: TracedRequest) -> list[TraceSpan]:
         TraceSpan(
             span_id=root,
             parent_id=record.parent.span_id if record.parent is not None else 0,
-            name=f"{_operation(record)} {record.model}",
+            name=record.name,
             start_s=begun_s,
             end_s=record.ended_s,
             kind=SpanKind.SERVER,
-            attributes=_of_request(record),
+            attributes=record.attributes,
             error=record.code,
         ),
         TraceSpan(span_id=new_span_id(), parent_id=root, name="receive", start_s=begun_s, end_s=record.received_s),
@@ -114,30 +99,6 @@ def spans_of(record: TracedRequest) -> list[TraceSpan]:
             )
         spans += _Stages(parent).of(choice)
     return spans
-
-
-def _operation(record: TracedRequest) -> str:
-    return OPERATIONS.get(record.endpoint, "chat")
-
-
-def _of_request(record: TracedRequest) -> Mapping[str, Attribute]:
-    attributes: dict[str, Attribute] = {
-        "gen_ai.operation.name": _operation(record),
-        "gen_ai.provider.name": "baton",
-        "gen_ai.request.model": record.model,
-        "gen_ai.response.model": record.model,
-        "gen_ai.response.id": record.response_id,
-        "gen_ai.response.finish_reasons": tuple(choice.finish for choice in record.choices),
-        "gen_ai.usage.input_tokens": record.num_prompt,
-        "gen_ai.usage.cache_read.input_tokens": record.num_cached,
-        "gen_ai.usage.output_tokens": record.num_output,
-        "baton.endpoint": record.endpoint,
-    }
-    if record.first_s is not None:
-        attributes["gen_ai.response.time_to_first_chunk"] = record.first_s - record.arrived_s
-    if record.tenant:
-        attributes["baton.tenant"] = record.tenant
-    return {**attributes, **record.attributes}
 
 
 class _Stages:

@@ -7,18 +7,20 @@ from types import SimpleNamespace
 import pytest
 
 from protos.errors import Overloaded
-from router.observe.history import NUM_PERIODS, PERIOD_S, History, HistoryPeriod, quantile, view
-from router.observe.history_sampler import HistorySampler
+from protos.values import WorkerLoad, WorkerRole
+from router.observe.history import NUM_PERIODS, PERIOD_S, History, HistorySampler, quantile
 from router.request_metrics import GAP_SECONDS, SECONDS, RequestMetrics
 from router.text.text_stream import TextDelta, Usage
-from tests.unit.router.scripted import Crew
+from tests.unit.router.fleet.test_fleet_revisions import info
+from tests.unit.router.scripted import Crew, Worker
 
 NOW = 1_700_000_000
 
 
 def sampler(history: History, metrics: RequestMetrics | None = None, num_waiting: int = 0) -> HistorySampler:
     line = SimpleNamespace(num_waiting=num_waiting)
-    return HistorySampler(history, metrics=metrics or RequestMetrics(), fleet=Crew(), line=line)
+    worker = Worker(info=info(WorkerRole.DECODE, ""), load=WorkerLoad(num_blocks=10, num_free_blocks=4))
+    return HistorySampler(history, metrics=metrics or RequestMetrics(), fleet=Crew(worker), line=line)
 
 
 def serve(metrics: RequestMetrics) -> None:
@@ -39,13 +41,14 @@ async def test_a_period_has_what_was_counted_in_it() -> None:
     sampling.sample(NOW)
     sampling.sample(NOW + PERIOD_S)
     open_track.finish()
-    busy, quiet = (view(sample, SECONDS, GAP_SECONDS) for sample in history.since(0))
+    busy, quiet = history.since(0)
     assert busy["at"] == NOW
     assert busy["requests_per_s"] * 3 == pytest.approx(busy["output_tokens_per_s"] * 2)
     assert busy["hit_rate"] == 0.75
     assert 0 < busy["ttft_p50_s"] <= busy["ttft_p95_s"] <= SECONDS[0]
     assert 0 < busy["tpot_p50_s"] <= GAP_SECONDS[0]
     assert (busy["waiting"], busy["in_flight"]) == (4, 1)
+    assert (busy["kv_use"], busy["ready"]) == ({"decode": 0.6}, {"decode": 1})
     assert (quiet["ttft_p50_s"], quiet["tpot_p95_s"], quiet["hit_rate"]) == (None, None, None)
     assert (quiet["output_tokens_per_s"], quiet["requests_per_s"]) == (0, 0)
 
@@ -57,32 +60,17 @@ async def test_a_clock_that_is_set_back_adds_no_period_and_loses_no_count() -> N
     serve(metrics)
     for now in (NOW - 300, NOW + 0.4, NOW + PERIOD_S):
         sampling.sample(now)
-    assert [sample.at for sample in history.since(0)] == [NOW, NOW + PERIOD_S]
-    assert history.since(NOW)[0].prompt == 8
-
-
-def period(at: int, **changes: object) -> HistoryPeriod:
-    made: dict[str, object] = {
-        "at": at, "ttft": [1, 0, 0], "gaps": [0, 0, 0], "requests": 1.0, "output_tokens": 10.0, "prompt_tokens": 5.0,
-        "prompt": 100, "cached": 50, "waiting": 1, "in_flight": 2, "worker_waiting": 3,
-        "kv": {"decode": (5, 10)}, "ready": {"decode": 2},
-    }  # fmt: skip
-    return HistoryPeriod(**(made | changes))  # type: ignore[arg-type]
+    assert [sample["at"] for sample in history.since(0)] == [NOW, NOW + PERIOD_S]
+    assert history.since(NOW)[0]["hit_rate"] == 0.75
 
 
 def test_it_keeps_an_hour() -> None:
     history = History()
     for number in range(NUM_PERIODS + 5):
-        history.add(period(NOW + PERIOD_S * number))
+        history.add({"at": NOW + PERIOD_S * number})
     samples = history.since(0)
-    assert (len(samples), samples[-1].at - samples[0].at) == (NUM_PERIODS, 3600 - PERIOD_S)
+    assert (len(samples), samples[-1]["at"] - samples[0]["at"]) == (NUM_PERIODS, 3600 - PERIOD_S)
     assert history.since(history.last_at - PERIOD_S) == samples[-1:]
-
-
-def test_a_period_is_shown_as_shares_and_quantiles() -> None:
-    slow = period(NOW, ttft=[1, 0, 3], prompt=400, cached=50, kv={"decode": (6, 10)})
-    shown = view(slow, (1.0, 2.0), (1.0, 2.0))
-    assert (shown["hit_rate"], shown["kv_use"], shown["ttft_p50_s"]) == (0.125, {"decode": 0.6}, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import SpanContext, TraceFlags
 
-from router.observe.exporter import QueuedRequest, RequestExporter, parse_traceparent, readable_spans
+from router.observe.exporter import QueuedRequest, RequestExporter, attributes_of, parse_traceparent, readable_spans
+from router.observe.request_observer import EndedRequest, ObservedRequest
 from router.observe.spans import EndedChoice, TracedRequest, TraceSpan, spans_of
 from router.router_config import TelemetryConfig
-from router.traces.request_trace import EventKind, TraceEvent
+from router.text.text_stream import Usage, UsageCounter
+from router.traces.request_trace import EventKind, RequestTrace, TraceEvent
+from tests.unit.router.text.test_text_stream import asking
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = "00f067aa0ba902b7"
@@ -20,24 +21,10 @@ PARENT = SpanContext(int(TRACE, 16), int(CALLER, 16), is_remote=True, trace_flag
 
 def record(*choices: list[TraceEvent], finish: str = "stop", code: str = "") -> TracedRequest:
     return TracedRequest(
-        trace_id=PARENT.trace_id,
-        wall_offset_s=1e9,
-        parent=PARENT,
-        arrived_s=0.0,
-        received_s=1.0,
-        first_s=4.0,
-        ended_s=20.0,
-        endpoint="chat.completions",
-        model="demo",
-        response_id="chatcmpl-1",
-        tenant="acme",
-        attributes={"gen_ai.request.max_tokens": 16},
-        choices=tuple(EndedChoice(events=tuple(events), finish=finish) for events in choices),
-        num_prompt=10,
-        num_cached=8,
-        num_output=3,
-        code=code,
-    )
+        name="chat demo", trace_id=PARENT.trace_id, wall_offset_s=1e9, parent=PARENT, arrived_s=0.0, received_s=1.0,
+        ended_s=20.0, attributes={"gen_ai.request.max_tokens": 16},
+        choices=tuple(EndedChoice(events=tuple(events), finish=finish) for events in choices), code=code,
+    )  # fmt: skip
 
 
 def at(at_s: float, what: EventKind, **facts: str | int) -> TraceEvent:
@@ -120,7 +107,6 @@ def test_choices_are_apart_and_an_error_is_on_the_root() -> None:
     assert [choice.attributes["baton.choice"] for choice in choices] == [0, 1]
     assert {span.parent_id for span in spans if span.name == "decode"} == {choice.span_id for choice in choices}
     assert root.error == "worker_lost"
-    assert root.attributes["gen_ai.response.finish_reasons"] == ("worker_lost", "worker_lost")
 
 
 def test_a_request_that_never_began_has_its_queue() -> None:
@@ -171,8 +157,16 @@ def test_a_callers_header_is_read_as_the_standard_says(header: str, sampled: boo
      ("ollama.embed", "embeddings")],
 )  # fmt: skip
 def test_a_request_is_the_operation_of_its_endpoint(endpoint: str, operation: str) -> None:
-    spans = list(spans_of(replace(record(ALONE), endpoint=endpoint)))
-    assert operation in [span.attributes.get("gen_ai.operation.name") for span in spans]
+    asked = asking(n=2)
+    traces = [RequestTrace(job=job, received_s=1.0, outcome="stop") for job in asked.jobs]
+    traces[1].timestamps.first_s = 4.0
+    request = ObservedRequest(asked, traces, UsageCounter(asked), endpoint, "", "demo")
+    ended = EndedRequest(request, Usage(prompt_tokens=10, completion_tokens=3, cached_tokens=8), None)
+    attributes = attributes_of(ended, "demo", 0.5)
+    assert attributes["gen_ai.operation.name"] == operation
+    assert attributes["gen_ai.response.finish_reasons"] == ("stop", "stop")
+    assert attributes["gen_ai.response.time_to_first_chunk"] == 3.5
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == 8
 
 
 def test_a_request_whose_spans_cannot_be_made_is_counted() -> None:

@@ -30,7 +30,7 @@ from router.fleet_owner import (
     OrderKind,
     PlannerReport,
 )
-from router.observe.history import NUM_PERIODS, PERIOD_S, History, HistoryPeriod
+from router.observe.history import NUM_PERIODS, PERIOD_S, History, quantile
 from router.observe.ledger.ledger_store import LedgerStore
 from router.observe.ledger.ledger_tables import ledger_database
 from router.observe.ledger.prices import PriceList
@@ -65,17 +65,17 @@ def an_hour(until: int) -> History:
     for number in range(NUM_PERIODS):
         swell = 1.1 + 0.8 * math.sin(number / 40) + 0.2 * math.sin(number * 1.7)
         load = 0 if 180 <= number < 240 else int(100 * swell)
-        history.add(
-            HistoryPeriod(
-                at=until - PERIOD_S * (NUM_PERIODS - 1 - number),
-                ttft=[0] * 4 + [load, load // 2, load * load // 400] + [0] * (len(SECONDS) - 6),
-                gaps=[0] * 3 + [min(900, 9 * load), 3 * load, load * load // 300] + [0] * (len(GAP_SECONDS) - 5),
-                requests=load / 10, output_tokens=22.0 * load, prompt_tokens=31.0 * load,
-                prompt=310 * load, cached=int(310 * load * (0.5 + 0.1 * swell)), waiting=max(0, load - 150),
-                in_flight=load // 3, worker_waiting=max(0, load // 2 - 60),
-                kv={"prefill": (load // 3, 100), "decode": (10 + load // 3, 100)}, ready={"prefill": 1, "decode": 1},
-            )
-        )  # fmt: skip
+        ttft = [0] * 4 + [load, load // 2, load * load // 400]
+        gaps = [0] * 3 + [min(900, 9 * load), 3 * load, load * load // 300]
+        history.add({
+            "at": until - PERIOD_S * (NUM_PERIODS - 1 - number),
+            "ttft_p50_s": quantile(SECONDS, ttft, 0.5), "ttft_p95_s": quantile(SECONDS, ttft, 0.95),
+            "tpot_p50_s": quantile(GAP_SECONDS, gaps, 0.5), "tpot_p95_s": quantile(GAP_SECONDS, gaps, 0.95),
+            "requests_per_s": load / 10, "output_tokens_per_s": 22.0 * load, "prompt_tokens_per_s": 31.0 * load,
+            "hit_rate": 0.5 + 0.1 * swell if load else None, "waiting": max(0, load - 150), "in_flight": load // 3,
+            "worker_waiting": max(0, load // 2 - 60), "ready": {"prefill": 1, "decode": 1},
+            "kv_use": {"prefill": load // 3 / 100, "decode": (10 + load // 3) / 100},
+        })  # fmt: skip
     return history
 
 
