@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NoReturn, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -271,13 +271,13 @@ class CapacityOwner(FleetOwner, Protocol):
 class NoFleetOwner:
     """The owner of workers that were given by address."""
 
-    async def _refuse(self, *_: object) -> NoReturn:
+    async def view(self, *_: Any, **__: Any) -> Any:
         raise InvalidRequest(
             "this gateway was given its workers by address, so that it cannot change their number: start workers with "
             "`baton pools` or `baton serve`, or start and stop them yourself"
         )
 
-    view = order = report = sights = _refuse
+    order = report = sights = view
 
     async def close(self) -> None: ...
 
