@@ -51,7 +51,7 @@ class WaitingLine(Protocol):
 
 
 class Counts(NamedTuple):
-    """What a gateway process has counted. `totals`: requests, output tokens, prompt tokens, cached ones."""
+    """Counts since the start of a gateway process. `totals`: requests, output tokens, prompt tokens, cached ones."""
 
     read_s: float  # by the event loop's clock
     ttft: Sequence[int]
