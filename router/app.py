@@ -133,8 +133,8 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 
 def create_models_app(gateways: Sequence[Gateway], registry: CollectorRegistry | None = None) -> ASGIApp:
-    """The first model answers requests that name none. `registry` has the metrics of all. Raises Misconfigured if two
-    have one name."""
+    """Serves several models. The first one answers requests without a model; `registry` has the metrics of all. Raises
+    Misconfigured if two have one name."""
     if len(gateways) == 1:
         return create_app(gateways[0])
     names = [gateway.card.name for gateway in gateways]

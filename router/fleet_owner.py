@@ -246,11 +246,8 @@ class FleetOwner(Protocol):
         ...
 
     async def order(self, order: FleetOrder) -> FleetChange:
-        """Returns the change once it is recorded, before it is reached. Number 0: the fleet is so already.
-
-        Raises InvalidRequest for an order that cannot be, or that the machines cannot hold, and Unavailable without an
-        owner that answers.
-        """
+        """Returns the change once it is recorded, before it is reached. Number 0: nothing to change. Raises
+        InvalidRequest for an order that is impossible or does not fit the machines, Unavailable if no owner answers."""
         ...
 
     async def close(self) -> None: ...

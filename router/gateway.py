@@ -164,13 +164,13 @@ class Gateway:
         return None
 
     def owner(self, model: str) -> Gateway:
-        """The gateway of one of the models behind this address, which knows the others."""
+        """The gateway of one of the models at this address, with references to the others."""
         if not self.models:
             return self
         return next(gateway for gateway in self.models if gateway.card.name == model).among(self.models)
 
     def among(self, models: Sequence[Gateway]) -> Gateway:
-        """This gateway beside the other models; it answers for its own model only."""
+        """Returns this gateway with references to the other models."""
         return replace(self, beside=tuple(gateway for gateway in models if gateway is not self))
 
     def check_batch_model(self, name: str) -> None:

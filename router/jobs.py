@@ -139,11 +139,11 @@ class FleetView(Protocol):
     def ready(self) -> bool: ...
 
     def asleep(self) -> str:
-        """Why a request would be served although there is no worker; "" for none."""
+        """Why requests are served although no worker runs; "" otherwise."""
         ...
 
     def degraded(self) -> str:
-        """Faults despite which requests are served; "" if there are none."""
+        """Faults despite which requests are served; "" without any."""
         ...
 
     def stored_as(self, revision: str) -> str:
@@ -155,8 +155,8 @@ class FleetView(Protocol):
         ...
 
     async def load_adapter(self, name: str, path: str) -> AdapterReport:
-        """Every worker loads the adapter, now or when it connects. Raises the first worker's error if none could,
-        NoWorkers without one."""
+        """Loads the adapter on every worker, now or when it connects. Raises the first worker's error if none could
+        load it, NoWorkers without a worker."""
         ...
 
     async def unload_adapter(self, name: str) -> AdapterReport:

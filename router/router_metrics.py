@@ -94,7 +94,7 @@ class ModelsCollector(Collector):
         return merged.values()
 
     def describe(self) -> Iterable[Metric]:
-        """Describes no series before they are read: other collectors may not have these names."""
+        """Describes no series before they are read, so that other collectors may define these names."""
         return ()
 
 

@@ -24,7 +24,7 @@ async def profile(gateway: Gateway, request: Request) -> Response:
 
 
 async def _steps(gateway: Gateway, worker_id: str, recording: bool | None) -> Profile | None:
-    """None for a worker that does not answer: the steps of the others are worth having."""
+    """Returns None for a worker that does not answer, so that the others' steps are still shown."""
     try:
         return await gateway.fleet.profile(worker_id, recording)
     except BatonError:

@@ -42,7 +42,7 @@ async def status(gateway: Gateway, request: Request) -> Response:
 
 
 async def desired_fleet(gateway: Gateway) -> Any:
-    """None if there is no owner, or it does not answer in time."""
+    """Returns None without an owner, or if it does not answer in time."""
     try:
         async with asyncio.timeout(STATS_TIMEOUT_S):
             return msgspec.to_builtins(await gateway.fleet_owner.view())

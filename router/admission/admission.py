@@ -168,8 +168,8 @@ class Admission:
         return replace(entry, number=next(self._numbers), deadline_s=math.inf)
 
     async def _enter(self, job: Job, entry: Entry) -> tuple[Job, float | None]:
-        """Returns when it is the job's turn. For a job with a deadline it also returns the seconds that its prefill
-        then takes. The deadline counts from the job's arrival, not from its turn."""
+        """Returns when it is the job's turn, with the seconds of its prefill if it has a deadline. The deadline counts
+        from the job's arrival, not from its turn."""
         now = loop_time()
         if job.max_ttft_s is not None:
             job = replace(job, due_s=entry.deadline_s)
@@ -264,8 +264,8 @@ class Admission:
         return fleet.candidates(fleet.match(job.hashes, now=now), len(job.prompt_ids))
 
     def _bound(self, entry: Entry) -> None:
-        """Refuses jobs that would not be served in time, now that `entry` waits: the last one of a queue that is full,
-        and one that the measured rate does not start in time, `entry` or the last one, which `entry` pushes back."""
+        """Refuses jobs that would not be served in time, now that `entry` waits: the last job of a full queue; at the
+        measured rate `entry`, or the last job, which `entry` pushes back."""
         limits, last = self._config.admission, self._line.last()
         assert last is not None
         if len(self._line) > limits.max_queued:

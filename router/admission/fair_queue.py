@@ -53,8 +53,8 @@ class TenantQueue:
         return True
 
     def before(self, entry: Entry) -> int:
-        """Tokens of the entries before this one. A new entry is usually near the end, so the sum runs over the entries
-        behind."""
+        """Counts tokens of the entries before this one. A new entry is usually near the end, so the sum runs over the
+        later entries."""
         return self.num_tokens - sum(other.num_tokens for other in self.entries[self._place(entry) :])
 
     def check_integrity(self) -> None:
@@ -133,8 +133,8 @@ class FairQueue:
         return self._served.get(tenant, 0.0)
 
     def tokens_ahead(self, entry: Entry) -> int:
-        """About how many prompt tokens begin before `entry`, which need not wait yet: all of higher priority; of its
-        own tenant those that are due earlier; of each other tenant at most its fair share of that, and one request."""
+        """Estimates how many prompt tokens begin before `entry`: all of higher priority; of its own tenant earlier
+        deadlines; of each other tenant its fair share at most, and one request."""
         higher = sum(
             row.num_tokens
             for priority, tenants in self._waiting.items()

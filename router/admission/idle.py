@@ -86,8 +86,8 @@ def to_shed(
     people_wait: bool = False,
     num_unplaced: int = 0,
 ) -> Counter[str]:
-    """How many jobs of batches to suspend on each worker. `num_unplaced` of them have no token yet: they may be those
-    that wait on a worker."""
+    """How many jobs of batches to suspend on each worker. `num_unplaced` jobs have no token yet, and may wait on any
+    worker."""
     decode = table.decode_pool
     if not len(decode):
         return Counter()
@@ -111,8 +111,7 @@ def _people(table: CandidateTable, batch_jobs: Counter[str]) -> Floats:
 
 
 def _most_blocks(table: CandidateTable, allowed: Bools) -> float:
-    """The most blocks of a job on one of the workers that are `allowed`. An idle worker keeps a block, others their
-    share."""
+    """The most blocks of a job on an `allowed` worker. An idle worker reserves one block, others their share."""
     reserve = np.where(table.num_requests == 0, 1, FREE_SHARE * table.num_blocks)
     return float(np.where(allowed, table.num_free_blocks - reserve, -np.inf).max())
 
@@ -230,7 +229,7 @@ class IdleAdmission:
                     job.admitted.set_exception(error)
 
     def _next_job(self) -> QueuedJob | None:
-        """The first for which there is room. See `PASS_S` for a first one that is too large."""
+        """The first job for which there is room. See `PASS_S` for one that is too large."""
         if self._people_wait():
             return None
         most = largest_job(self._fleet.candidates(NO_MATCH, 1), self._limits, self._jobs_by_worker())
@@ -244,7 +243,7 @@ class IdleAdmission:
         return next((job for job in self._queue if job.num_blocks <= most), None)
 
     def _begin(self, job: Job) -> BatchRun:
-        """Each run has an id that no other has, of any gateway: a worker may still have the run before."""
+        """Begins a run with an id that is unique over all gateways: a worker may still have the job's last run."""
         self._num_begun += 1
         run = BatchRun(self._num_begun, f"{job.request_id}@{self._fleet.gateway_id}-{self._num_begun}")
         self._runs[run.number] = run

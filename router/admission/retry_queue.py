@@ -35,7 +35,7 @@ class Rate:
         self._num_tokens.add(num_tokens)
 
     def at(self, now: float) -> float | None:
-        """The rate; None until it has been measured for long enough, and while nothing was prefilled."""
+        """The rate; None until it has been measured for long enough, and while nothing is prefilled."""
         [num_tokens] = self._num_tokens.at(now)
         if self._begun_s is None or now - self._begun_s < LEAST_MEASURED_S or not num_tokens:
             return None
@@ -61,7 +61,7 @@ class Returning:
 
     def after_s(self, entry: Entry, *, speed: float, now: float) -> float:
         """Seconds for which requests refused before `entry` keep the fleet busy, at the measured rate or else at
-        `speed` tokens per second. Later entries come after this one, too."""
+        `speed` tokens per second. Entries that are refused later return after this one."""
         if now - self._refused_s > CALM_S:
             self._rate.begin(now)
         self._refused_s = now

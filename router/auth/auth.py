@@ -75,7 +75,7 @@ class AccessControl:
         return _key_id.get()
 
     def tenant(self, name: str) -> Tenant | None:
-        """The tenant in the present file; None for one that is no longer in it."""
+        """The tenant in the present file; None if it is not there any more."""
         self._look()
         return replace(NOBODY, name=name) if self.roster.is_open else self.roster.tenants.get(name)
 

@@ -39,7 +39,7 @@ class TenantLimits(Protocol):
 
     @property
     def trouble(self) -> str:
-        """Why they hold for this gateway alone although others should share them; "" while they do not."""
+        """Why limits hold for this gateway alone although they should be shared; "" if they are shared."""
         ...
 
     async def enter(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:

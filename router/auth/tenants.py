@@ -76,7 +76,7 @@ class Tenant:
         return self.soft_budget_usd is not None or self.hard_budget_usd is not None
 
     def cache_salt(self, salt: bytes) -> bytes:
-        """The root of the tenant's block hashes; no other tenant has it unless caches are shared."""
+        """The root of the tenant's block hashes, unique unless caches are shared."""
         if self.shares_cache or self.name == ANONYMOUS:
             return salt
         return hashlib.blake2b(salt, digest_size=32, person=b"baton tenant", key=self.name.encode()).digest()

@@ -51,7 +51,7 @@ async def batch_of(gateway: Gateway, request: Request, api: Api) -> StoredBatch:
 
 
 async def cancelled_batch(gateway: Gateway, request: Request, api: Api) -> StoredBatch:
-    """The batch that the path names, whose owner ends it. Raises NotFound, InvalidRequest."""
+    """Cancels the batch that the path names; its owner ends it. Raises NotFound, InvalidRequest."""
     storage, tenant = storage_of(gateway), tenant_of(request).name
     batch = await asyncio.to_thread(storage.batches.cancel, tenant, request.path_params["batch_id"], api)
     storage.changed.set()

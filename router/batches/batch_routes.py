@@ -86,7 +86,7 @@ async def create_batch(gateway: Gateway, request: Request) -> Response:
 
 
 def model_of(gateway: Gateway, read: Callable[[int, int], bytes]) -> str:
-    """The model of the file's first line: a batch is one model's. The check of its lines names what is wrong."""
+    """The model of the file's first line. Later checks name lines of another model."""
     if not gateway.models:
         return gateway.card.name
     first = read(0, gateway.http.max_body_bytes).lstrip().partition(b"\n")[0]

@@ -59,7 +59,7 @@ class BatchRunner:
         self._failures: Counter[str] = Counter()
 
     async def run(self) -> None:
-        """Until it is cancelled, which gives its batches back."""
+        """Runs batches until it is cancelled, which gives them back."""
         next_sweep_s, clock = 0.0, asyncio.get_running_loop().time
         try:
             while True:
@@ -197,8 +197,8 @@ class _OwnedBatch:
         return bool(self._batch.total) and self._batch.status != "validating"
 
     async def _check(self) -> list[LineError]:
-        """Lines that were right before are only indexed: an adapter may be unloaded since, a limit lowered. So are
-        those that will not run. Batches of Messages were checked before they were made."""
+        """Checks the lines. Lines that are only indexed: those that were valid at an earlier check, although an adapter
+        or a limit may have changed; those that will not run; and those of Messages, which were checked before."""
         endpoint = self._batch.endpoint
         if self._is_validated or self.is_stopped or self._batch.api == "anthropic":
             checker = InputChecker(endpoint, lambda _: None, max_lines=sys.maxsize, max_line_bytes=sys.maxsize)
@@ -243,8 +243,8 @@ class _OwnedBatch:
             raise errors.exceptions[0] from None
 
     async def _line(self, number: int, tenant: Tenant, writer: ResultWriter) -> None:
-        """Raises what is none of the request's: its content cannot be read, or a bug. Without a result of this line
-        the batch cannot end."""
+        """Runs a line. Raises an error that is not the request's: unreadable content, or a bug. The batch cannot end
+        without this line's result."""
         try:
             line = await self._read(number)
             with acting_for(self._batch.key_id):

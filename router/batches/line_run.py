@@ -115,8 +115,8 @@ async def answer_line(
     is_last: bool,
     is_stopped: Callable[[], bool],
 ) -> LineAnswer:
-    """Raises BatonError where the line may be tried again: no worker, no room. The last attempt answers with that,
-    and a tenant whose budget is spent is answered at once: the line would wait until the budget's next period."""
+    """Answers a line. Raises BatonError if the line may be tried again: without a worker or room. The last attempt
+    answers with that error, and so does a tenant whose budget is spent: the line would wait until the next period."""
     api = ANTHROPIC if batch.endpoint == MESSAGES else OPENAI
     track = gateway.metrics.track(f"{BATCH}{batch.endpoint}")
     observers = gateway.observers

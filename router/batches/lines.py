@@ -47,7 +47,7 @@ class LineIndex:
             marks.append(mark)
 
     def order(self) -> array[int]:
-        """Numbers of lines, neighbours sharing as long a prefix as possible; equal ones in the order of the file."""
+        """Numbers of lines in the order of running: neighbours share prefixes, equal lines keep the file's order."""
         columns = [np.frombuffer(marks, dtype=np.uint64) for marks in reversed(self._marks)]
         return array("I", np.lexsort(columns).astype(np.uint32).tobytes())
 

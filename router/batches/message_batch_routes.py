@@ -129,8 +129,8 @@ def _line(raw: bytes, number: int) -> bytes:
 
 
 def _check(gateway: Gateway, storage: BatchStorage, lines: IO[bytes]) -> tuple[str, int]:
-    """The model, and how many requests there are, by the gateway of the model. Raises InvalidRequest for the first one
-    that is wrong in itself. What its model does not accept is its own result."""
+    """Returns the model and the number of requests. Raises InvalidRequest for the first request that is wrong in
+    itself; an error of its model becomes its result."""
 
     def read(start: int, size: int) -> bytes:
         lines.seek(start)
@@ -219,7 +219,7 @@ async def _body(storage: BatchStorage, request: Request, batch: StoredBatch) -> 
 
 
 def _num_undone(storage: BatchStorage, file_id: str) -> int:
-    """The results of requests that did not run. 0 for a file that has expired."""
+    """Counts requests without a result; 0 for a file that has expired."""
     count, rest, start = 0, b"", 0
     while True:
         try:

@@ -33,8 +33,8 @@ def open_runner(
     records: RequestTraces,
     registry: CollectorRegistry,
 ) -> BatchRunner:
-    """`gateway`: the clients', whose limits, traces and metrics are none of a batch's. `records`: those of
-    `generate`."""
+    """Opens the runner. `gateway` serves clients; a batch does not use its limits, traces and metrics. `records`: those
+    of `generate`."""
     own = replace(
         gateway,
         generate=generate,
@@ -81,7 +81,7 @@ class BatchService:
             self._running = asyncio.create_task(runner.run(), name="batches")
 
     async def stop(self) -> None:
-        """Gives the batches back: another process goes on with them."""
+        """Gives the batches back for another process."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])

@@ -69,7 +69,7 @@ class RequestsReader:
         return False
 
     def _next(self) -> bytes | None:
-        """The next request; None until more of the body has come, or behind the last one."""
+        """The next request; None after the last one, or until more of the body has come."""
         if not self._depth:
             if not self._begins():
                 return None

@@ -38,8 +38,8 @@ class ResultWriter:
 
 
 def results_files(storage: BatchStorage, batch: StoredBatch) -> tuple[StoredFile | None, StoredFile | None]:
-    """Writes the file of outputs and that of errors; None for one without a line. Written again they are the same,
-    with the same names. Blocks: call it in a thread."""
+    """Writes the files of outputs and of errors; None for a file without lines. Writing again gives the same files and
+    names. Blocks: call it in a thread."""
     if batch.api == "anthropic":
         both = (part for is_error in (False, True) for part in storage.batches.results(batch, is_error=is_error))
         return _written(storage, batch, "output", both), None

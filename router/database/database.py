@@ -49,8 +49,8 @@ later Baton."""
 
 
 def check_schema(transaction: Transaction, store: str, schema: int) -> None:
-    """Records that this Baton's tables of a store have the number `schema`, and raises Misconfigured if a later one's
-    had a higher number. A change that an earlier version would misread or undo raises the number."""
+    """Records that the tables of a store have the number `schema`. Raises Misconfigured if the number was higher: a
+    later Baton raises it for a change that this one would misread or undo."""
     table = f"{store}_schema"
     transaction.run(f"CREATE TABLE IF NOT EXISTS {table} (number BIGINT PRIMARY KEY)")
     highest = max((row["number"] for row in transaction.run(f"SELECT number FROM {table}")), default=0)
@@ -71,7 +71,7 @@ class Database(Protocol):
         ...
 
     def writing(self) -> AbstractContextManager[Transaction]:
-        """No other writes until it ends. An exception takes all of it back."""
+        """Begins a transaction. No other one writes until it ends; an exception takes it back."""
         ...
 
     @property

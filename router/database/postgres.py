@@ -67,7 +67,7 @@ class PostgresDatabase:
     """One connection, whose calls wait for each other, and which is made anew after it broke."""
 
     def __init__(self, url: str, store: str, prepare: Prepare) -> None:
-        """Writers of the same `store` wait for each other. Raises Misconfigured."""
+        """Opens the database. Writers of the same `store` wait for each other. Raises Misconfigured."""
         self._url = checked(url)
         self._key = zlib.crc32(f"baton.{store}".encode())
         self._lock = threading.Lock()

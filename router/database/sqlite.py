@@ -82,7 +82,8 @@ class SqliteDatabase:
             raise Misconfigured(f"{setting}: {path}: {reason}", param=setting) from error
 
     def _log_ahead(self) -> None:
-        """SQLite itself does not wait where another process writes in a file that has no such log yet."""
+        """Turns on the write-ahead log. SQLite itself does not wait for another process that writes in a file without a
+        log."""
         until_s = time.monotonic() + BUSY_S
         while True:
             try:

@@ -103,8 +103,8 @@ class Chooser:
     # -- outcomes ------------------------------------------------------------------------------------------------------
 
     def took(self, record: RequestTrace, num_tokens: int, num_cached_tokens: int) -> None:
-        """Records tokens sent to the client. The first of them show how fast prompts are computed, but for a batch's: a
-        worker computes it behind others."""
+        """Records tokens sent to the client. The first token shows how fast prompts are computed, except a batch's,
+        which waits for others."""
         now = loop_time()
         first = record.timestamps.first_s is None
         record.took(num_tokens, num_cached_tokens, now)

@@ -228,8 +228,8 @@ class Dispatcher:
         return fleet.suited(job_state.job, fleet.candidates(matched, job_state.num_tokens))
 
     def _keep_revision(self, job_state: JobState) -> None:
-        """Where a roll has removed the workers of its revision, a job without an answer goes on with their successors,
-        if its tokens mean the same there. Raises RevisionReplaced."""
+        """Moves a job without an answer to successors after a roll, if its tokens mean the same there. Raises
+        RevisionReplaced otherwise."""
         job, revisions = job_state.job, self._fleet.revisions
         if not revisions.is_gone(job.revision):
             return

@@ -30,7 +30,7 @@ _MAX_TTFT = {
 def describe(
     app: FastAPI, faces: Sequence[Face], models: Sequence[str], *, needs_key: bool, needs_admin_key: bool
 ) -> Schema:
-    """The document for a gateway of these models. Where no key is needed one may still be sent."""
+    """The document for a gateway of these models. A key may be sent even if none is needed."""
     document = get_openapi(title=app.title, version=app.version, routes=())
     schemas: Schema = {}
     needed = {"client": needs_key, "admin": needs_admin_key}

@@ -44,7 +44,7 @@ class BatchStorage:
         return self.database.trouble or self.failures.recent
 
     def failed(self, message: str) -> None:
-        """Logs a failure, unless it is the database's, which logs its own."""
+        """Logs a failure. The database logs its own."""
         if not self.database.trouble:
             self.failures.note(message)
 
@@ -61,8 +61,8 @@ def open_storage(
     database_url: str = "",
     clock: Callable[[], float] | None = None,
 ) -> BatchStorage:
-    """Rows are in the database of `database_url`, else in a file of `folder`. Contents are in the folder, in the
-    bucket whose URL it is, or in the database. Raises Misconfigured."""
+    """Opens the storage. Rows are in the database of `database_url`, else in a file of `folder`. Contents are in the
+    folder, in the bucket whose URL it is, or in the database. Raises Misconfigured."""
     assert isinstance(folder, Path) or database_url
     contents = _contents(folder)
     database: Database

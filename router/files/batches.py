@@ -46,7 +46,7 @@ class BatchStore:
             transaction.run(f"INSERT INTO batches ({names}) VALUES ({marks})", *row.values())
 
     def find(self, tenant: str, batch_id: str, api: str) -> StoredBatch:
-        """Raises NotFound, also for another tenant's, and for one that was made by another API."""
+        """Raises NotFound, also for a batch of another tenant or another API."""
         with self._database.reading() as transaction:
             return _found(transaction, tenant, batch_id, api)
 
@@ -56,7 +56,7 @@ class BatchStore:
         return [_batch(row) for row in rows], has_more
 
     def cancel(self, tenant: str, batch_id: str, api: str) -> StoredBatch:
-        """Its owner ends it. Raises NotFound, and InvalidRequest for a batch that has ended."""
+        """Marks the batch, which its owner ends. Raises NotFound, and InvalidRequest for a batch that has ended."""
         with self._database.writing() as transaction:
             batch = _found(transaction, tenant, batch_id, api)
             if batch.status in ("cancelling", "cancelled"):
@@ -76,8 +76,8 @@ class BatchStore:
     # -- for owners --------------------------------------------------------------------------------------------------
 
     def claim(self, model: str, lease_s: float, besides: Sequence[str] = ()) -> StoredBatch | None:
-        """Leases the oldest batch of the model without an owner, or one of any model that only has to end. `besides`:
-        batches that this process runs already."""
+        """Leases the oldest batch of the model without an owner, or one of any model that must only end. `besides`:
+        batches that this process runs."""
         now = self._clock()
         unclaimed, values = _unclaimed(model, now, besides)
         with self._database.reading() as transaction:  # a look, before waiting for other writers
@@ -128,7 +128,7 @@ class BatchStore:
             return self._enter(transaction, _filed(transaction, owned, output, errors), "failed")
 
     def record(self, batch: StoredBatch, results: Sequence[LineResult]) -> None:
-        """Results of lines; those of lines that have one already are dropped. Raises LeaseLost."""
+        """Writes results of lines, and drops those of lines that have one. Raises LeaseLost."""
         with self._database.writing() as transaction:
             owned = _owned(transaction, batch)
             known = {

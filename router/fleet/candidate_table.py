@@ -144,7 +144,7 @@ class FleetTable:
         return self._taking
 
     def _trusted(self, now: float) -> WorkerSubset:
-        """The workers that take work, without those that their breaker pauses. The last worker of a pool is always
+        """The workers that take work, without those that their breakers pause. The last worker of a pool is always
         included."""
         paused = [member for member in self._doubted if not member.breaker.allows(now)]
         if not paused:

@@ -141,7 +141,7 @@ class Fleet:
         return window_bytes(first.layout) if (first := self._reference()) is not None else ()
 
     def stored_as(self, revision: str) -> str:
-        """Encodings and types in which workers of a revision keep weights and KV; without one, those of the last."""
+        """Encodings and types of weights and KV on workers of a revision; without a worker, the last known ones."""
         return self._stored_as.get(revision, "")
 
     def member(self, worker_id: str) -> Member:
@@ -186,8 +186,8 @@ class Fleet:
         return self._table.candidates(matched, num_tokens, self.block_size or 1, now=now)
 
     def adapters(self) -> Mapping[str, Adapter]:
-        """The LoRA adapters by name; without a worker, those of the last ones. Where workers have different files
-        under a name, the files that most of them have."""
+        """The LoRA adapters by name; without a worker, the last known ones. Of different files under one name, the
+        files of most workers."""
         return self.lora.by_name
 
     async def load_adapter(self, name: str, path: str) -> AdapterReport:

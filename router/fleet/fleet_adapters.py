@@ -38,7 +38,7 @@ class FleetAdapters:
         self._replaced: dict[str, str] = {}  # by name the id that it had before
 
     def update(self, workers: Iterable[WorkerInfo]) -> None:
-        """Takes over what the connected workers have. Without any worker the names stay: requests wait for one."""
+        """Reads the adapters of the connected workers. Without a worker the names stay: requests wait for one."""
         infos = tuple(workers)
         self._workers = {}
         adapters_by_name: dict[str, Counter[Adapter]] = {}
@@ -75,8 +75,8 @@ class FleetAdapters:
         self.num_jobs[name] += 1
 
     async def load(self, name: str, path: str, hosts: Mapping[str, AdapterHost]) -> AdapterReport:
-        """`FleetView.load_adapter` on these workers, one at a time until one has the adapter: its files may harm their
-        reader."""
+        """Loads an adapter on these workers (`FleetView.load_adapter`), one by one until it succeeds once: bad files
+        may crash a worker."""
         outcomes = dict[str, Adapter | BatonError | None]()
         for worker_id, host in hosts.items():
             outcomes[worker_id] = await _outcome(host.load_adapter(name, path))

@@ -56,7 +56,7 @@ class FleetRevisions:
             self.current = max(self._shares, key=self._shares.__getitem__)
 
     def begin(self) -> str:
-        """The revision of a request that begins now. Each gets its share of the requests, evenly spread."""
+        """The revision of a request that begins now. Requests are spread evenly, by the shares."""
         if len(self._shares) > 1:
             for revision, share in self._shares.items():
                 self._credits[revision] += share
@@ -74,15 +74,14 @@ class FleetRevisions:
         return bool(self._workers) and revision not in self._workers.values()
 
     def successor(self, revision: str) -> str | None:
-        """A revision to which a request without an answer can go on in place of this one; None if its token ids mean
-        something else there."""
+        """A revision that can continue a request without an answer; None if its token ids mean something else there."""
         same = self._texts.get(revision, "") == self._texts.get(self.current, "")
         return self.current if same else None
 
 
 def shares(workers: Sequence[RevisedWorker]) -> dict[str, float]:
-    """How large a share of new requests each revision gets: by its workers that write answers. None goes to a revision
-    whose workers retire, or that has no prefill worker where another one has, unless there is no other."""
+    """The share of new requests of each revision, by its workers that write answers. A revision gets none while its
+    workers retire or only another one has prefill workers, unless it is the last."""
     able = [worker for worker in workers if worker.takes_work]
     writing = [worker.info.revision for worker in able if worker.info.role is not WorkerRole.PREFILL]
     with_prefill = {worker.info.revision for worker in able if worker.info.role is WorkerRole.PREFILL}
@@ -95,8 +94,8 @@ def shares(workers: Sequence[RevisedWorker]) -> dict[str, float]:
 
 
 def check_joins(info: WorkerInfo, others: Sequence[WorkerInfo]) -> None:
-    """Raises IncompatibleWorkers for a worker that cannot share requests with the others of its revision, or whose
-    Baton speaks another wire than this one."""
+    """Raises IncompatibleWorkers for a worker that cannot share requests with others of its revision, or that speaks
+    another wire."""
     if info.wire != WIRE:
         raise IncompatibleWorkers(
             f"worker {info.worker_id} of Baton {info.version or 'before 0.1.0'} speaks wire {info.wire}, this gateway "

@@ -93,7 +93,7 @@ class SleepWatch:
             log.debug("whether the fleet is asleep is not known: %s", error.message)
 
     async def _wake(self, sleep: FleetSleep) -> None:
-        """The wake stays wanted until an order has succeeded. Each new reason of a failure is logged once."""
+        """Wakes the fleet: repeats the order until it succeeds. Each new reason of a failure is logged once."""
         try:
             await self._owner.order(FleetOrder(kind=OrderKind.WAKE, who="a request", why="the fleet was asleep"))
         except BatonError as error:

@@ -78,7 +78,7 @@ def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:
 
 
 def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
-    """The first thing wrong; of a list of parts, the part that is wrong rather than that it is no string."""
+    """The first error. In a list of parts, the wrong part is named, not the alternative that it is no string."""
     errors = error.errors(include_url=False, include_context=False)
     first = max(errors, key=lambda one: sum(_PARTS.match(str(step)) is not None for step in one["loc"][:-1]))
     is_unknown = first["type"] == "extra_forbidden"
@@ -101,8 +101,8 @@ def _hint(name: str, known: type[Body], kind: type[Body]) -> str:
 
 
 def _place(loc: tuple[int | str, ...], kind: type[Body], *, is_unknown: bool) -> tuple[str, type[Body], str | None]:
-    """`messages[0].content`, the model that it is a field of, and what its value must be. Steps between that are names
-    of a union's members are left out."""
+    """`messages[0].content`, the model whose field it is, and the allowed values. Names of a union's members are left
+    out."""
     path, owner, expected = "", kind, None
     members: dict[str, type[Body]] = {}
     for number, step in enumerate(loc, 1):

@@ -43,7 +43,7 @@ TOO_DEEP = "nested too deeply"
 
 
 def read_json(text: bytes | str) -> Any:
-    """All JSON of clients and models is read here, so that it can be written again. Raises ValueError."""
+    """Reads JSON of clients and models so that it can be written again. Raises ValueError."""
     return shallow(orjson.loads(text), MAX_JSON_DEPTH)
 
 
@@ -108,7 +108,7 @@ class Body(BaseModel):
 
     @classmethod
     def hint(cls, name: str, known: type[Body]) -> str:
-        """Where the parameter belongs that `known`, a part of this body, does not have; "" if unknown."""
+        """Suggests where a parameter that this body's part `known` lacks belongs; "" if unknown."""
         return ""
 
     def check_parts(self) -> None:
@@ -172,7 +172,7 @@ class ByKind:
 
 
 def _values(annotation: Any) -> Iterator[str | None]:
-    """The values of a Literal, and None if it may be that."""
+    """The values of a Literal; None if the field may be null."""
     for value in get_args(annotation) or (annotation,):
         if isinstance(value, str):
             yield value

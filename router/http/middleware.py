@@ -144,7 +144,7 @@ class RequestId:
 
 
 def is_routine(scope: Scope, status: int) -> bool:
-    """Probes, scrapers and the open page ask every few seconds: their lines would hide others."""
+    """Whether the log leaves it out: probes, scrapers and the open page send requests every few seconds."""
     path, method = scope["path"], scope["method"]
     if method != "GET" or (status >= 400 and (path, status) != ("/ready", _NOT_READY)):
         return False

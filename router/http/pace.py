@@ -48,7 +48,7 @@ class Pace:
         return LATE_PERIOD_S if self.gap.value else PERIOD_S
 
     def when_due(self, flush: Flush) -> None:
-        """Calls `flush` soon, and again while it returns that something is left. One that raises is dropped."""
+        """Calls `flush` soon, and again while it returns that something is left. A flush that raises is dropped."""
         self._due[flush] = None
 
     @contextmanager

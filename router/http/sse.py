@@ -51,15 +51,15 @@ class SseWriter:
         self.sinks: Sequence[TokenSink] = ()
 
     def events(self, index: int) -> ChoiceEvents | None:
-        """The sink of one choice; None under a server without channels."""
+        """The sink of one choice; None if the server has no channels."""
         return ChoiceEvents(self._framed, index, self._channel) if self._channel is not None else None
 
     def held(self) -> bytes:
-        """The events of texts that sinks hold back: they go before any other."""
+        """The events of texts that sinks hold back. They are sent first."""
         return b"".join([text.join(frame) for sink in self.sinks for frame, text in sink.held()])
 
     async def behind_held(self, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        """The chunks, each after the texts that sinks held back; an error ends with those texts alone."""
+        """Yields the chunks, each after the texts that sinks held back; an error ends with those texts."""
         try:
             async with aclosing(chunks):
                 async for chunk in chunks:

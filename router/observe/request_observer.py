@@ -34,7 +34,7 @@ class EndedRequest(NamedTuple):
 
     @classmethod
     def of(cls, request: ObservedRequest, error: BaseException | None) -> EndedRequest:
-        """A request that failed before a worker had it has no usage."""
+        """The end of a request. One that failed before a worker had it has no usage."""
         had = error is None or request.counted.num_tokens or any(record.choices for record in request.records)
         return cls(request, request.counted.usage() if had else NO_USAGE, error)
 

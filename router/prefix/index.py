@@ -22,7 +22,7 @@ class Match(NamedTuple):
     on_device: Mapping[str, int] = NONE
 
     def scaled(self, size: int, into: int) -> Match:
-        """The same for blocks of `into` tokens instead of `size`; those that are not full are left out."""
+        """The same match in blocks of `into` tokens instead of `size`; incomplete ones are left out."""
         return Match(
             {worker_id: num * size // into for worker_id, num in self.blocks.items() if num * size >= into},
             {worker_id: num * size // into for worker_id, num in self.on_device.items()},
@@ -57,11 +57,8 @@ class PrefixIndex(Protocol):
     def drop(self, worker_id: str) -> None: ...
 
     def expect(self, worker_id: str, hashes: Sequence[BlockHash], *, until: float) -> None:
-        """Counts a whole chain as on the device until then: the worker was just given this prompt and will report it
-        itself soon.
-
-        A `BlockRemoved` of the device or `Cleared` of the worker ends the expectation as well.
-        """
+        """Counts a whole chain as on the device until then, because the worker just got this prompt and will report it.
+        A `BlockRemoved` of the device or a `Cleared` ends the expectation."""
         ...
 
     def num_blocks(self, worker_id: str) -> int: ...

@@ -176,7 +176,7 @@ class Store:
     # -- reading what others wrote -------------------------------------------------------------------------------------
 
     async def worker_ids(self) -> list[str | None]:
-        """The ids of all workers. None stands for an invalid id."""
+        """The ids of all workers; None for an invalid id."""
         return [_text(worker_id) for worker_id in await self._client.smembers(self.root + "workers")]
 
     async def holders(self, worker_ids: Sequence[str]) -> dict[str, str | None]:
@@ -283,8 +283,8 @@ def num_blocks(event: KVEvent) -> int:
 
 
 def _entries(messages: Sequence[KVEvents]) -> Iterator[KVEvents]:
-    """The same events without duplicates, in messages of moderate size. A message may repeat earlier events; a new
-    message begins after events of another gateway."""
+    """Removes duplicates and divides the events into messages of moderate size. A message may repeat earlier events; a
+    new message begins after events of another gateway."""
     first_seq, gathered = messages[0].first_seq, list[KVEvent]()
     for message in messages:
         next_seq = first_seq + len(gathered)

@@ -83,7 +83,7 @@ def pair(
         return without_choice(view, candidates) or weigh(view, candidates)
 
     def without_choice(view: RequestView, candidates: CandidateTable) -> Decision | None:
-        """The decision where only one pair is possible. The pair is weighed when its scores are read."""
+        """The decision if only one pair is possible. The pair is weighed when its scores are read."""
         prefill_ids, pool = candidates.workers.prefill_pool.workers.worker_ids, candidates.workers.decode_pool.workers
         if len(pool) != 1 or len(prefill_ids) > 1:
             return None
@@ -176,7 +176,7 @@ def _or_single_worker(chosen: _PrefillChoice, single: Bools, own: Floats) -> _Pr
 
 
 def _unsteered(scores: PoolScores) -> Floats:
-    """The totals without the term that keeps a pool even: that term cannot compare workers of two pools."""
+    """The totals without the term that evens out a pool's load, which cannot compare workers of two pools."""
     return scores.totals - dict(scores.terms).get("imbalance", 0.0)
 
 

@@ -129,8 +129,8 @@ class Predictor:
         )
 
     def changed(self) -> Sequence[str]:
-        """Workers whose features have changed since the last call: an observation of them was recorded, or other
-        workers' speeds have changed whether theirs counts as different."""
+        """Workers whose features have changed since the last call: after an observation, or when other workers' reports
+        change how theirs counts."""
         crossed = [worker_id for speeds in self._speeds.values() for worker_id in speeds.crossed()]
         changed, self._changed = tuple(dict.fromkeys((*self._changed, *crossed))), {}
         return changed
@@ -251,8 +251,8 @@ class Predictor:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _slowed_tokens(self, role: WorkerRole, beside: int) -> float:
-        """The prompt tokens that could be computed in the time that one more answer adds to those beside it. 0 except
-        for colocated workers: only their answers slow down their prefill."""
+        """The prompt tokens that could be computed in the time by which one more answer delays others; 0 except for
+        colocated workers."""
         prefill, step = self._pools[role]
         each_s = prefill.line(PREFILL).each_s
         if role is not WorkerRole.COLOCATED or not each_s:

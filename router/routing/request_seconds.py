@@ -37,15 +37,14 @@ def num_off_device(view: RequestView, candidates: WorkerNumbers[Numbers]) -> Num
 
 
 def load_s(candidates: WorkerNumbers[Numbers]) -> Numbers:
-    """A worker computes the host's tokens instead of loading them where that takes less time."""
+    """Seconds to load the host's tokens, at most those to compute them."""
     num_tokens = candidates.num_host_tokens
     loaded_s, computed_s = candidates.load_time(num_tokens), candidates.prefill_time.each_s * num_tokens
     return where(loaded_s < computed_s, loaded_s, computed_s)
 
 
 def ttft_s(view: RequestView, candidates: WorkerNumbers[Numbers], load: Numbers) -> Numbers:
-    """Seconds to the first token, behind the prompts that are already queued. `load` is `load_s` of the same
-    candidates."""
+    """Seconds to the first token after the queued prompts. `load` is `load_s` of the same candidates."""
     queued = candidates.queued_prefill_tokens + num_uncached(view, candidates)
     return candidates.prefill_time(queued) + load
 
@@ -70,7 +69,7 @@ def transfer_s(view: RequestView, prefill_ids: Sequence[str], decode: CandidateT
 
 
 def handed_bytes(view: RequestView, decode: WorkerNumbers[Numbers]) -> Numbers:
-    """Bytes of KV that a decode worker needs from a prefill worker: of a window no more than its positions."""
+    """Bytes of KV that a decode worker needs from a prefill worker: of a window only its positions."""
     num_tokens = num_off_device(view, decode)
     num_bytes = num_tokens / view.block_size * view.block_bytes
     for window, block_bytes in view.window_bytes:

@@ -36,7 +36,7 @@ class ItlHistogram:
         return float(self._counts.sum)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper end and the number of gaps up to it, as Prometheus has them."""
+        """The upper bound of each bucket and the number of gaps up to it, as Prometheus has them."""
         found, total = [], 0
         for bound, count in zip((*self._bounds, None), self._counts.counts, strict=False):
             total += count

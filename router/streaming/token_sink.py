@@ -83,7 +83,7 @@ class EventFrame(Protocol):
         ...
 
     def frame(self, *, is_reasoning: bool) -> list[bytes]:
-        """The constant parts around the JSON string of a text; three if it stands in an event twice."""
+        """The constant parts around the JSON string of a text; three parts if an event has it twice."""
         ...
 
 
@@ -149,7 +149,7 @@ class TokenSink:
             place[0].drop(place[1])
 
     def enqueue(self) -> None:
-        """A piece of the choice is on its way to the response, between other choices' pieces."""
+        """Records that a piece of the choice is on its way to the response, between other choices' pieces."""
         self._num_queued += 1
         place = self._place
         self.close()
@@ -171,13 +171,13 @@ class TokenSink:
         return tuple(ids)
 
     def num_taken_of(self, num_tokens: int) -> int:
-        """How many of the next tokens that come out of the generators are reported ones."""
+        """How many of the next tokens from the generators the sink has already reported."""
         num_taken = min(self._num_reported, num_tokens)
         self._num_reported -= num_taken
         return num_taken
 
     def held(self) -> list[tuple[Sequence[bytes], bytes]]:
-        """Texts that wait, as JSON, each with its frame: the caller writes them first."""
+        """Texts that wait, as JSON, each with its frame. The caller writes them first."""
         held, self._held_before = self._held_before, []
         if self._pointer is not None and (count := _library().sink_num_held(self._pointer)):
             last = ctypes.create_string_buffer(count)
@@ -186,7 +186,7 @@ class TokenSink:
         return held
 
     def turn(self, *, is_reasoning: bool) -> None:
-        """Changes the frame of the events. The sink is closed, and has reported all that it took."""
+        """Changes the frame of the events. The sink is closed and has reported all its tokens."""
         if is_reasoning == self._is_reasoning:
             return
         if self._pointer is not None:
@@ -257,7 +257,7 @@ class SinkTable:
     def deliver(
         self, numbers: Sequence[int], token_ids: Sequence[int], now: float
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """The places of tokens that were not taken, and of those after which a sink's report is due."""
+        """Returns the places of tokens that were not taken, and of tokens after which a sink's report is due."""
         if not self._num_open:
             return range(len(numbers)), ()
         if len(numbers) > len(self._left):

@@ -92,7 +92,7 @@ class BoundedTemplate:
 
     def render(self, variables: Mapping[str, Any], num_chars: int) -> str:
         """Renders a conversation of `num_chars` characters. Raises ValueError in the template's words, InvalidRequest
-        where it takes too much, and Overloaded."""
+        if it takes too long, and Overloaded."""
         if self.is_counted:
             counts = self._environment.counts
             counts.steps, counts.chars = MAX_STEPS // (1 + num_chars // STEP_CHARS), MAX_CHARS
@@ -256,7 +256,7 @@ def _filter(name: str, value: nodes.Node, args: list[nodes.Expr], environment: A
 
 
 def _is_counted(tree: nodes.Template) -> bool:
-    """Whether all of a template is made of what is counted, or costs no more than its size."""
+    """Whether the work of a whole template is counted or bounded by its size."""
     macros = {node.name for node in tree.find_all(nodes.Macro)}
     assigned = {node.target.name for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)}
     spaces = {node.target.name for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.NSRef)}

@@ -74,12 +74,9 @@ class ChatTemplate:
         local_time: Callable[[], datetime] = datetime.now,
         with_tools: ChatTemplate | None = None,
     ) -> None:
-        """`named_tokens` (bos_token, ...) and `local_time` (for `strftime_now`) are visible to the template. Tools are
-        shown by `with_tools`, where the model has a template of its own for them. `added_tokens` are the tokenizer's,
-        and whether they are special: content must not pass for them.
-
-        Raises BadCheckpoint when it is not a Jinja template.
-        """
+        """`named_tokens` (bos_token, ...) and `local_time` (for `strftime_now`) are visible to the template.
+        `with_tools` adds tools in the model's own way. `added_tokens`: the tokenizer's, and whether each is special;
+        content must not pass for them. Raises BadCheckpoint for an invalid template."""
         self._template = BoundedTemplate(source, local_time)
         tree = self._template.tree
         self._wants_parts, self._wants_one_part = _reads_parts(tree), _reads_first_part(tree)
@@ -197,10 +194,9 @@ class ChatTemplate:
             ) from error
 
     def _placed(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The conversation with each turn of the system where the template has a place for it. Behind the first turn it
-        becomes a part of the user's turn beside it, or of the tool's result before it: the prompt up to there stays
-        the same, so that it is found in the cache. Neighbouring turns of one role become one where they must
-        alternate."""
+        """The conversation with each system turn where the template has a place for it. A later one is joined to the
+        user's turn beside it, or to the tool's result before it, so that the prompt up to there keeps its cached
+        prefix. Neighbouring turns of one role are joined where roles must alternate."""
         placed: list[list[Message]] = []
         joins = False  # with the last turn, which was the system's
         for message in messages:
@@ -229,12 +225,12 @@ class ChatTemplate:
         return roles is not None and not has_calls and not self._shows(len(roles) - 1, *roles)
 
     def _wants_short_ids(self) -> bool:
-        """True if ids of calls must be nine letters or digits, as Mistral's are: those of other APIs are refused."""
+        """Whether ids of calls must be nine letters or digits, as Mistral's are: other APIs' ids are refused."""
         return self._shows(0, "user", "calls") and not self._shows(0, "user", "long calls")
 
     def roles(self) -> list[str]:
-        """The roles that the template takes, in a conversation of one message or after a user's. "developer" is one of
-        them if "system" is."""
+        """The roles that the template takes, in a conversation of one message or after a user's. "developer" is
+        included if "system" is."""
         taken = {role for role in ROLES if self._shown(role) is not None or self._shown("user", role) is not None}
         return [role for role in ROLES if role in taken or (role == "developer" and "system" in taken)]
 
@@ -342,7 +338,7 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_metadata(message: Message) -> Iterator[Message]:
-    """The message, and each of its calls as a turn of its own, as GLM-4-0414's template reads them."""
+    """The message, and each of its calls as a turn of its own, for GLM-4-0414's template."""
     if message.get("content") or not message.get("tool_calls"):
         yield {name: value for name, value in message.items() if name != "tool_calls"}
     for call in message.get("tool_calls") or ():
@@ -377,7 +373,8 @@ def _num_chars(message: Message) -> int:
 
 
 def _marked(message: dict[str, Any], marks: Marks) -> dict[str, Any]:
-    """Its role is one of ours: a template may make a control text of it, as '<|' + role + '|>'."""
+    """Marks a message's content. Its role is one of ours, since a template may build a control text from it ('<|' +
+    role + '|>')."""
     is_model = message.get("role") == "assistant"
     for name, value in message.items():
         if name == "role":

@@ -53,8 +53,8 @@ class ControlTexts:
     def __init__(
         self, added: Mapping[str, bool], *, constants: Collection[str] = (), written: Collection[str] = ()
     ) -> None:
-        """`added` tokens by their text, and whether each is special. `constants` are the template's strings, which it
-        may look for in content, and `written` is its text outside of expressions."""
+        """`added` tokens by their text, and whether each is special; `constants`: the template's strings, for which it
+        may search content; `written`: its text outside of expressions."""
         special = {text for text, is_special in added.items() if is_special and text.strip()}
         own = (*constants, *written)
         tags = {text for text in added.keys() - special if _signs(text) and any(text in string for string in own)}
@@ -73,9 +73,9 @@ class ControlTexts:
         self._veils = {ord(char): mark for char, mark in self.marks.items() if not char.isspace()}
 
     def is_suspect(self, text: str, *, whole: bool = False) -> bool:
-        """True if a template could make a control text of this one with its own constants around it. Only letters and
-        digits count, in any case, as a template may replace other characters (`key | replace('-', '_')`) and change the
-        case. A `whole` text is written as it is; of any other a template may take a part."""
+        """Whether a template could build a control text from this one and its constants. Only letters and digits count,
+        in any case, because a template may replace other characters (`key | replace('-', '_')`) and change the case. A
+        `whole` text is written as it is; of any other a template may use a part."""
         if not self.has_insides or (whole and len(text) > _MAX_WHOLE_CHARS) or not (inside := folded(text)):
             return False
         return inside in self._joined_insides or (not whole and self._inside.search(inside) is not None)
@@ -121,8 +121,7 @@ class Marks:
         self.has_suspects = False
 
     def content(self, text: str, *, is_model: bool = False) -> str:
-        """A message's text. The model's own messages keep their tags: it writes them as text, and templates search for
-        them."""
+        """The text of a message. The model's own messages keep their tags, for which templates search."""
         controls = self._controls
         return self._hidden(text, controls.of_model if is_model else controls.of_client, whole=True)
 
@@ -204,8 +203,7 @@ def _changed(chars: set[str]) -> set[str]:
 
 
 def _is_parted(text: str, own: Collection[str]) -> bool:
-    """True if the template's `own` strings could be parts of the text whose other parts, without its signs, are
-    content."""
+    """Whether the text could be built from the template's `own` strings with content between them."""
     signs = _signs(text)
     if not signs:
         return True

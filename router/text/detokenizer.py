@@ -20,8 +20,7 @@ class Detokenizer:
         at_start: bool = False,
         visible: frozenset[int] = frozenset(),
     ) -> None:
-        """`at_start`: the tokens are a text of their own (a prompt), not the continuation of one. `visible` special
-        tokens are not skipped."""
+        """`at_start`: the tokens begin a text (a prompt). `visible` special tokens are not skipped."""
         self._vocabulary = vocabulary
         self._hidden = vocabulary.special if skip_special_tokens else frozenset[int]()
         if visible:

@@ -84,7 +84,7 @@ class PlainTokenizer:
 
 
 def _renamed(token: tokenizers.AddedToken, name: str, backend: tokenizers.Tokenizer) -> tokenizers.AddedToken:
-    """Found wherever it stands, also where the token itself is not: no name may be read as text."""
+    """Renames a token. Its new name is found everywhere, even where the token is not: no name may be read as text."""
     read = backend.encode(f"x{token.content}x", add_special_tokens=False).tokens
     return tokenizers.AddedToken(
         name,
@@ -96,6 +96,7 @@ def _renamed(token: tokenizers.AddedToken, name: str, backend: tokenizers.Tokeni
 
 
 def _reserve(own: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> None:
-    """New tokens are numbered from the number of words on, which in a vocabulary with gaps is another word's."""
+    """Reserves numbers of new tokens: they count from the number of words, which in a vocabulary with gaps is another
+    word's."""
     missing = max(vocabulary.values(), default=-1) + 1 - len(vocabulary)
     own.add_tokens([f"\ufdd0{secrets.token_hex(16)}\ufdd1" for _ in range(missing)])

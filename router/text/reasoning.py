@@ -83,7 +83,7 @@ class ReasoningReader(Protocol):
 
     @property
     def is_clear(self) -> bool:
-        """True if the next token's text is what the last one's was, reasoning or answer, unless it is a mark."""
+        """Whether the next token's text continues the last one's, reasoning or answer, unless it is a mark."""
         ...
 
     def feed(self, token_id: int, text: str) -> tuple[str, str]:
@@ -107,7 +107,7 @@ class Reasoning:
 
     @property
     def is_usable(self) -> bool:
-        """False for channels whose marks are no tokens of this tokenizer."""
+        """Whether the marks can be read: those of channels must be tokens of this tokenizer."""
         return self._marks is not None or bool(self._ids)
 
     @property
@@ -115,7 +115,7 @@ class Reasoning:
         return () if self._marks is None or self._ids else (self._marks.close,)
 
     def phase(self, prompt: Sequence[int], *, is_continued: bool = False) -> Phase:
-        """The phase behind a prompt; one that `is_continued` ends with the beginning of the answer."""
+        """The phase after a prompt. A prompt that `is_continued` ends with the beginning of the answer."""
         if self._marks is None:
             return self._channel(prompt)
         tail = prompt if is_continued else prompt[-_TAIL:]
@@ -140,9 +140,9 @@ class Reasoning:
         return MarkedText(self._marks, phase)
 
     def grammar(self, answer: str, phase: Phase, ends: Collection[int], *, has_header: bool = False) -> str:
-        """A grammar: reasoning, and behind it the answer of the grammar `answer`, which `has_header` of its own where
-        there are channels. Reasoning has none of the tokens that
-        end an answer, the `ends`. A token in a grammar has its number: the grammar is not for a client's words."""
+        """A grammar of reasoning followed by the `answer`; with channels `has_header` says that the answer has its own
+        header. Reasoning contains none of the `ends`. Tokens are written as numbers: the grammar is not shown to
+        clients."""
         if phase is Phase.AFTER:
             return answer
         first = (

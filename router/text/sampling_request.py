@@ -105,10 +105,8 @@ def make_text_request(
     visible_tokens: frozenset[int] = frozenset(),
     new_calls: Callable[[], CallReader] | None = None,
 ) -> TextRequest:
-    """Raises InvalidRequest or ContextLengthExceeded. `default_max_tokens` None: as many as the context holds.
-
-    `request_id` is the answer's name, `group_id` the request's, where it has another one.
-    """
+    """Makes the jobs. `default_max_tokens` None: what the context holds. `request_id` names the answer, `group_id` the
+    request if it differs. Raises InvalidRequest or ContextLengthExceeded."""
     _check(request, prompts, card)
     tenant.check_priority(request.priority)
     seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
@@ -199,7 +197,7 @@ def _max_tokens(request: SamplingRequest, num_prompt: int, longest: int, default
 
 
 def _seed(seed: int, choice: int) -> int:
-    """Choice 0 is what n = 1 would give; the others draw from the seed, so that they differ and can be repeated."""
+    """Derives a choice's seed. Choice 0 has the request's seed, so it equals n = 1."""
     if choice == 0:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(4, "little"), digest_size=8).digest()

@@ -43,7 +43,7 @@ class StopStrings:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
     at = max(0, len(text) - len(stop) + 1)
     while (at := text.find(stop[0], at)) >= 0:
         if stop.startswith(text[at:]):

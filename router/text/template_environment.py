@@ -92,8 +92,8 @@ class Veiled(str):
         return map(self._hide, self._text)
 
     def replace(self, old: str, new: str, /, count: Any = -1) -> str:
-        """A string of the template stays as it is, and the result of inserting into it is an ordinary string from then
-        on."""
+        """Replaces in a veiled text. A string of the template stays as it is, and inserting into it makes an ordinary
+        string."""
         old, own = _unveiled(old), _unveiled(new)
         if old and folded(own):
             return str.join(new, self._hide(self._text.split(old, count)))

@@ -113,11 +113,9 @@ class UsageCounter:
 def answer(
     generate: Generate, ask: TextRequest, vocabulary: Vocabulary, sinks: Sequence[TokenSink] = ()
 ) -> AsyncGenerator[TextDelta, None]:
-    """The pieces of all choices, each choice's in order; what a choice's sink has written is counted in its pieces, and
-    not in their text. Closing it early closes every job.
-
-    Raises what `generate` raises; the other choices are closed then.
-    """
+    """Yields the pieces of all choices, each choice's in order. A choice's pieces count what its sink has written,
+    without its text. Closing it early closes every job. Raises what `generate` raises, after closing the other
+    choices."""
     if len(ask.jobs) == 1:
         return _text_deltas(generate, ask, 0, vocabulary, sinks[0] if sinks else None)
     streams = [

@@ -82,7 +82,7 @@ class Tokenizer:
         return ControlTexts(self.added_tokens)
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
-        """Token ids of each text; `add_special_tokens` puts what the tokenizer puts round a text (bos, mostly)."""
+        """Token ids of each text; `add_special_tokens` adds the tokenizer's own around a text (mostly bos)."""
         if sum(map(len, texts)) <= LONG_TEXT_CHARS:
             return self._encode(texts, add_special_tokens)
         loop, pool = asyncio.get_running_loop(), self._pool
@@ -90,8 +90,8 @@ class Tokenizer:
         return [ids for [ids] in await asyncio.gather(*each)]
 
     async def encode_rendered(self, rendered: Rendered, *, salt: bytes | None = None) -> tuple[int, ...]:
-        """Token ids of a conversation. What looks like control in its content is read as text. With the `salt` of its
-        KV a long one's stretches are remembered."""
+        """Token ids of a conversation. Text in its content that looks like control is read as text. With the `salt` of
+        its KV a long one's stretches are remembered."""
         text, spans, controls = rendered.text, rendered.spans, rendered.controls
         if spans is None and not self._rewritten.isdisjoint(controls.texts):
             spans = controls.spans(text)  # a normalizer could make control of what no rule has seen
@@ -170,7 +170,7 @@ def _no_tokenizer(files: ModelFiles) -> str:
 
 
 def _rewrites(normalizer: Any) -> bool:
-    """May text that is no token's become one's, but for spaces and what is put before a text?"""
+    """Whether the normalizer may turn other text into a token's text, apart from spaces and prefixes."""
     kinds = [step for step in _steps(normalizer) if step["type"] not in ("Sequence", "Prepend")]
     return any(step["type"] != "Replace" or step["pattern"].get("String") != " " for step in kinds)
 

@@ -34,7 +34,7 @@ def error_status(error: BatonError) -> int:
 
 
 def error_body(error: BatonError) -> dict[str, Any]:
-    """Clients of this API shorten a conversation when they read "prompt is too long"."""
+    """Writes an error as this API does. Its clients shorten a conversation when they read "prompt is too long"."""
     status = error_status(error)
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     message = f"prompt is too long: {error.message}" if isinstance(error, ContextLengthExceeded) else error.message

@@ -139,7 +139,7 @@ def _assistant(blocks: Sequence[OpenBody], where: str, ignored: Ignored) -> Temp
 
 
 def _text(block: OpenBody, where: str, kinds: Sequence[str]) -> str:
-    """The text of a block that has one, with its title and source. `kinds`: those that may stand here."""
+    """The text of a block, with its title and source. `kinds`: the kinds allowed here."""
     match block:
         case TextBlock():
             return block.text
@@ -165,12 +165,13 @@ def _texts(content: Texts, where: str) -> list[str]:
 
 
 def _is_foreign(kind: Any) -> bool:
-    """Is it a block of a tool that Anthropic's own servers run?"""
+    """Whether it is a block of a tool that Anthropic's own servers run."""
     return kind in _OF_SERVER or (isinstance(kind, str) and kind != "tool_result" and kind.endswith("_tool_result"))
 
 
 def messages_tooling(body: PromptBody, gateway: Gateway, ignored: Ignored) -> Tooling:
-    """Tools that Anthropic's servers run, or whose schema only its models know, are skipped. Raises InvalidRequest."""
+    """Reads the tools. It skips those that Anthropic's servers run, or whose schema only its models know. Raises
+    InvalidRequest."""
     tools = listed_tools(body.tools, ignored)
     functions = [tool.to_function() for tool in tools]
     choice = body.tool_choice

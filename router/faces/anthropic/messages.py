@@ -70,8 +70,8 @@ def _turn(gateway: Gateway, body: PromptBody, sampling: SamplingRequest, ignored
 
 
 def _thinking(gateway: Gateway, body: PromptBody, ignored: Ignored) -> tuple[bool, Mapping[str, Any] | None]:
-    """Whether reasoning is shown, and variables of the chat template. In this API a model reasons on request only: the
-    reasoning of one that cannot be kept from it is left out."""
+    """Whether reasoning is shown, and variables of the chat template. In this API a model reasons on request only:
+    reasoning that cannot be turned off is left out."""
     thinking = body.thinking or ThinkingConfig()
     effort = body.output_config.effort if body.output_config is not None else None
     is_on = thinking.type != "disabled"
@@ -109,7 +109,7 @@ class _MessageRenderer(TurnRenderer):
         return super().read(piece, usage) if piece.num_tokens or piece.finish_reason is not None else []
 
     def start(self, piece: TextDelta, usage: Usage) -> Events:
-        """The sink of an answer without tools and reasoning writes its tokens from here on, so its text begins now."""
+        """Begins the text, which the sink of an answer without tools and reasoning writes from here on."""
         events: Events = [{"type": "message_start", "message": self._message([], usage)}, _PING]
         if self.form is None and self.ask.reasoning is None and (piece.text or piece.finish_reason is None):
             events += self._begun({"type": "text", "text": ""})
@@ -163,8 +163,7 @@ class _MessageRenderer(TurnRenderer):
         return [{"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}]
 
     def _closed(self) -> list[dict[str, Any]]:
-        """The end of the block that is open. Clients drop reasoning without a signature before they send it back; it is
-        not checked here."""
+        """Ends the open block. Clients drop reasoning without a signature; it is not checked here."""
         was_open, self._open = self._open, ""
         if not was_open:
             return []

@@ -53,8 +53,8 @@ def placed(parts: Iterable[_Part], where: str) -> Iterator[tuple[str, _Part]]:
 
 
 def listed_tools(tools: Sequence[_Part | OtherPart] | None, ignored: Ignored) -> list[_Part]:
-    """The tools of kinds that a body lists. Others are skipped and noted. Raises InvalidRequest for one without a
-    kind."""
+    """The tools of the kinds that a body lists. Others are skipped and noted. Raises InvalidRequest for a tool without
+    a kind."""
     listed: list[_Part] = []
     for where, tool in placed(tools or (), "tools"):
         if not isinstance(tool, OtherPart):

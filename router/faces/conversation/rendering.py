@@ -127,7 +127,7 @@ class TurnRenderer(Renderer):
 
     @abstractmethod
     def call(self, delta: CallDelta) -> Events:
-        """The beginning of a call, which has a name, or more of its arguments."""
+        """The beginning of a call, with its name, or more of its arguments."""
 
     @abstractmethod
     def stop(self, reason: FinishReason) -> Events:

@@ -60,8 +60,8 @@ class Tooling(Value, frozen=True, kw_only=True):
 
 
 def tooling_of(gateway: Gateway, use: ToolUse | None, schema: AnswerSchema | None, *, param: str) -> Tooling:
-    """`param` names the `schema`'s parameter. Raises InvalidRequest for tools that contradict each other or that the
-    model cannot call."""
+    """Returns the tooling. `param` is the parameter of the `schema`. Raises InvalidRequest for tools that contradict
+    each other or that the model cannot call."""
     compact = gateway.texts.config.disable_any_whitespace
     if use is None:
         return Tooling(grammar=schema.grammar(compact=compact) if schema is not None else "", param=param)

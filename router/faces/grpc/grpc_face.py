@@ -53,8 +53,7 @@ class GrpcFace:
         tls: FaceTls | None = None,
         is_shared: bool = False,
     ) -> None:
-        """`port` 0 takes a free one; several processes may listen at one that `is_shared`. To be made on the event loop
-        it shall run on."""
+        """`port` 0 takes a free one; several processes may share a port (`is_shared`). Create it on its event loop."""
         self._host, self._port, self._is_shared = host, port, is_shared
         self._credentials = tls.server_credentials() if tls is not None else None
         http = gateway.http
@@ -118,8 +117,8 @@ class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no gener
         return grpc.stream_unary_rpc_method_handler(whole, **codec)
 
     async def _write(self, context: Context, message: Any) -> None:
-        """Waits for a client that reads too slowly. Raises Cancelled when it takes nothing for `stall_s`, which shows
-        only once gRPC's own buffers and the window that the client has granted are full."""
+        """Waits for a client that reads slowly. Raises Cancelled if it reads nothing for `stall_s`, which shows only
+        once gRPC's buffers and the client's window are full."""
         try:
             async with asyncio.timeout(self._stall_s):
                 await context.write(message)
@@ -281,8 +280,8 @@ def _split(request: pb.GenerateRequest | pb.TokenizeRequest) -> bool | None:
 
 
 async def _named(context: Context, gateway: Gateway) -> str:
-    """The call's name, as HTTP has it: the client's, if it is a short plain word. It goes out with the first metadata.
-    Notes the call's arrival and its trace."""
+    """The call's name: the client's, if it is a short plain word. Sends it in the first metadata. Notes the call's
+    arrival and its trace."""
     metadata = dict(context.invocation_metadata() or ())
     arrival.set(Arrival(loop_time(), _text(metadata, "traceparent")))
     name = request_name(_text(metadata, REQUEST_ID), gateway.names)

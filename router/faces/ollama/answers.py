@@ -80,8 +80,8 @@ def _thinking(gateway: Gateway, body: OllamaBody) -> Thinking:
 
 
 def _loaded(gateway: Gateway, request: Request, turn: ConversationTurn, fields: MakeFields) -> Response:
-    """The answer to a client that only wants the model loaded, which it is: nothing runs. Raises InvalidRequest for
-    parameters that an answer could not have."""
+    """Answers a request to load the model, which is loaded. Raises InvalidRequest for parameters that an answer could
+    not have."""
     sampling = replace(turn.sampling, max_tokens=None)
     make_text_request(sampling, [(0,)], gateway.card, request_id="", tenant=tenant_of(request))
     return json_response(_head(gateway) | fields("", [], "") | {"done_reason": "load", "done": True})

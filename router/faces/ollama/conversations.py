@@ -14,7 +14,7 @@ Template = dict[str, Any]
 
 
 def conversation_of(body: OllamaChatBody) -> list[Template]:
-    """Calls have no ids in this API: they get numbers, and results belong to them in their order. Raises
+    """Reads the messages. Calls have no ids in this API: they are numbered, and results belong to them in order. Raises
     InvalidRequest."""
     messages: list[Template] = []
     waiting: list[str] = []

@@ -22,7 +22,7 @@ NEVER = "2318-11-10T23:47:16Z"  # what Ollama has for a model that stays
 
 
 def gateway_of(gateway: Gateway, name: str, track: Track | None = None) -> Gateway:
-    """The gateway of requests to this model. Clients put a tag behind a name without one. Raises UnknownModel."""
+    """The gateway of requests to this model. Clients add a tag to a name without one. Raises UnknownModel."""
     return gateway.serving(name if gateway.serves(name) else name.removesuffix(_LATEST), track)
 
 

@@ -194,5 +194,5 @@ def _likelihood(whole: TextDelta) -> float:
 
 
 def _or_none(entries: Sequence[Logprobs]) -> Iterator[Logprobs | None]:
-    """The entries that a worker sent, then None: missing ones are null."""
+    """The worker's entries, then None for missing ones."""
     return chain(entries, repeat(None))

@@ -13,8 +13,7 @@ from router.http.error_responses import json_response
 
 
 async def list_models(gateway: Gateway, request: Request) -> Response:
-    """Each model, its aliases (those with a "*" are not names), and its adapters: a list of OpenAI's and of Anthropic's
-    API at once."""
+    """Lists each model, its aliases without "*", and its adapters, as both OpenAI's and Anthropic's API do."""
     names = dict.fromkeys(name for one in gateway.each for name in _names(one))
     data = [_model(gateway.serving(name), name) for name in names]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
@@ -33,8 +32,8 @@ async def retrieve_model(gateway: Gateway, request: Request) -> Response:
 
 
 def _model(gateway: Gateway, name: str) -> dict[str, Any]:
-    """OpenAI's model object, vLLM's `max_model_len`, the model's commit in the hub, how the workers hold the weights,
-    once one has reported it, and the fields of Anthropic's."""
+    """OpenAI's model object with vLLM's `max_model_len`, the model's commit in the hub, the encoding of the weights
+    once a worker has reported it, and the fields of Anthropic's object."""
     card = gateway.card
     return {
         "id": name, "object": "model", "created": card.created, "owned_by": "baton", "root": card.parent or card.name,
@@ -46,6 +45,6 @@ def _model(gateway: Gateway, name: str) -> dict[str, Any]:
 
 
 def stored_as(gateway: Gateway) -> str | None:
-    """How a worker holds the weights, None before one has reported it."""
+    """The encoding of the weights on a worker; None before a worker has reported it."""
     reported = (worker.info.weights for worker in gateway.fleet.status() if worker.info is not None)
     return next((weights for weights in reported if weights), None)

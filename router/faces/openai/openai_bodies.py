@@ -153,7 +153,7 @@ class SamplingBody(Body):
         return bool(self.stream_options and self.stream_options.include_prefill_progress)
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of `SamplingRequest` that both APIs name alike; what was left out or null stays with its
+        """The fields of `SamplingRequest` with the same names in both APIs. A field that is absent or null has its
         default."""
         given = {name: value for name in _ASKED if (value := getattr(self, name)) is not None}
         stop = () if self.stop is None else self.stop
@@ -216,7 +216,7 @@ class ChatMessage(Body):
     )
 
     def check(self, where: str) -> None:
-        """`where` it stands in the request. Raises InvalidRequest."""
+        """Checks the part of the request at `where`. Raises InvalidRequest."""
         if self.tool_calls and self.role != "assistant":
             param = f"{where}.tool_calls"
             raise InvalidRequest(f"'{param}' is only allowed in an assistant's message: leave it out", param=param)

@@ -24,7 +24,7 @@ def reply_head(gateway: Gateway, request_id: str, kind: str) -> dict[str, Any]:
 
 
 def progress_body(ask: TextRequest, piece: TextDelta) -> dict[str, Any]:
-    """How far a prompt is read, in a chunk without choices, as clients know it from that of the usage."""
+    """The progress of a prompt, in a chunk without choices like that of the usage."""
     progress = {
         "index": piece.index,
         "computed_tokens": piece.num_prompt_computed,

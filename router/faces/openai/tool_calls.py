@@ -17,7 +17,8 @@ from router.text.tools.formats import new_call_id
 
 
 def chat_tooling(body: ChatBody, gateway: Gateway) -> Tooling:
-    """Raises InvalidRequest for what contradicts itself, and for tools of a model that knows none."""
+    """Returns the tooling of a chat. Raises InvalidRequest for contradictions, and for tools if the model cannot call
+    any."""
     choice = "none" if not body.tools else body.tool_choice or "auto"
     if not body.tools and body.tool_choice not in (None, "none", "auto"):
         raise InvalidRequest("'tool_choice' is only allowed with tools: give some", param="tool_choice")
@@ -56,7 +57,7 @@ def _structured(body: ChatBody, gateway: Gateway, *, has_tools: bool) -> Tooling
 
 
 def calls_of(tooling: Tooling) -> Calls | None:
-    """A reader of one request's answers; None where they cannot have calls."""
+    """A reader of the calls in one request's answers; None if they cannot have calls."""
     return Calls(tooling) if tooling.form is not None else None
 
 

@@ -83,7 +83,7 @@ def _assistant(messages: list[Template], thoughts: list[str]) -> Template:
 
 
 def _call(item: FunctionCallItem) -> Template:
-    """With arguments as an object, or as the text that the model wrote where it is none."""
+    """A call with its arguments as an object, or as the model's text if it is none."""
     try:
         arguments = read_json(item.arguments or "{}")
     except ValueError:
@@ -134,7 +134,7 @@ def responses_tooling(body: InputBody, gateway: Gateway, ignored: Ignored) -> To
 
 
 def _choice(choice: ResponsesToolChoice, ignored: Ignored) -> tuple[str, list[str] | None, bool]:
-    """Whether tools are called, the names of those that may be, and whether it is one that the request names."""
+    """Whether tools are called, the names of the allowed ones, and whether the request names one function."""
     match choice:
         case ToolByName():
             return "required", [choice.name], True

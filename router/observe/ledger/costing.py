@@ -58,8 +58,8 @@ def num_devices(workers: Sequence[WorkerView]) -> int:
 def work_of(
     records: Sequence[RequestTrace], uncached: int, cached: int, rates: Mapping[str, WorkerRate], now_s: float
 ) -> RequestWork:
-    """Choices of one prompt share its computation, which counts for the first; each holds the prompt's KV. An
-    accepted draft spared the time of a token."""
+    """Estimates a request's work. Choices of one prompt share its computation, which counts for the first; each holds
+    the prompt's KV. An accepted draft saves the time of a token."""
     none, work, prompt_token_s = WorkerRate(), RequestWork(), 0.0
     for record in records:
         if not record.choices:

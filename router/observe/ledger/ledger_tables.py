@@ -52,7 +52,7 @@ def ledger_database(where: Path | str) -> Database:
 
 
 def prepare(transaction: Transaction) -> None:
-    """Also migrates a database of an earlier version. Raises Misconfigured for one of a later version."""
+    """Creates the tables, or migrates those of an earlier version. Raises Misconfigured for a later version."""
     check_schema(transaction, "ledger", SCHEMA)
     for table, columns in _tables(transaction).items():
         transaction.run(f"CREATE TABLE IF NOT EXISTS {table} ({columns}){_rowid(transaction)}")
@@ -75,7 +75,7 @@ def prepare(transaction: Transaction) -> None:
 
 
 def _tables(transaction: Transaction) -> dict[str, str]:
-    """The key's columns come first: `integrity_check` of SQLite 3.40 finds NULL in later ones."""
+    """The tables with the key's columns first: `integrity_check` of SQLite 3.40 finds NULL in later ones."""
     rows = ", ".join(_column(transaction, name) for name in _KINDS)
     return {
         "requests": f"{rows}, PRIMARY KEY (request_id)",

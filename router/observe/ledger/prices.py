@@ -63,7 +63,7 @@ class PriceList:
     prices: tuple[Price, ...] = ()
 
     def price(self, model: str, at_s: float, *, parent: str = "") -> Price | None:
-        """The model's own prices come first, then those of an adapter's parent, then those of all models."""
+        """The price of the model, else of an adapter's parent, else of all models."""
         for name in (model, parent, "*"):
             dated = [price for price in self.prices if price.model == name and price.since_s <= at_s]
             if dated:

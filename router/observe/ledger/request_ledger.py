@@ -78,8 +78,8 @@ class RequestLedger:
         return 0.0 if price is None else sum(price.charge(tokens, is_batch=request.is_batch).values())
 
     def began(self, request: ObservedRequest) -> None:
-        """Notes of the request are written until it ends, in case this process is killed. A batch's line would run
-        again instead."""
+        """Writes notes of the request until it ends, in case this process is killed. A batch's line has none: it runs
+        again."""
         if not request.is_batch:
             self._open[request.ask.request_id] = request, loop_time() + LOOK_S
 

@@ -28,8 +28,8 @@ class _Bytes:
 
 
 def numbered_token(grammar: str) -> str:
-    """The fault of a grammar that compiles but names a token by its number (`<[12]>`, `<[^1-4]>`, `<[*]>`): the library
-    takes each number for a token of text, also that of a control token. "" if it names none."""
+    """The fault of a grammar that names a token by its number (`<[12]>`, `<[^1-4]>`, `<[*]>`); "" without one. The
+    library takes each number for a text token, even a control token's."""
     from llguidance import LLMatcher
 
     if "<[" not in grammar and "\\u" not in grammar:  # a list of grammars is JSON, which may escape them

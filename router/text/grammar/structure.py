@@ -56,8 +56,7 @@ def inline_json(schema: Mapping[str, Any], *, lenient: bool = False, compact: bo
 
 
 def lark_grammar(grammar: str) -> str:
-    """The grammar of a request, which is Lark or, where rules are written with `::=`, EBNF in the form of GBNF. Raises
-    InvalidRequest."""
+    """Returns a Lark grammar, from Lark or from EBNF in the form of GBNF (rules with `::=`). Raises InvalidRequest."""
     if not _EBNF_RULE.search(grammar):
         return grammar
     param, reads = "structured_outputs.grammar", "it has rules with '::=', so it is read as EBNF (GBNF)"
@@ -72,7 +71,7 @@ def lark_grammar(grammar: str) -> str:
 
 
 def regex_grammar(regex: str) -> str:
-    """Text that the whole of a regular expression matches (the syntax of Rust's `regex`: no look-around)."""
+    """A grammar for texts that the whole regular expression matches (Rust's `regex`: no look-around)."""
     return LLMatcher.grammar_from_regex(regex)
 
 
@@ -81,7 +80,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def literal(text: str) -> str:
-    """A text in a Lark grammar, whose literals are JSON's, but for one character more that must be escaped."""
+    """A text as a literal of Lark, like JSON's with one more escaped character."""
     return orjson.dumps(text).decode().replace("\x7f", "\\u007f")
 
 

@@ -106,8 +106,8 @@ class CallReader(Protocol):
     def feed(self, text: str) -> list[Part]: ...
 
     def end(self, *, is_whole: bool = False) -> list[Part]:
-        """Text that was held back because it might have become a call. Of an answer that `is_whole`, which the model
-        ended itself, a call that is not complete is completed; one that was cut off keeps what came."""
+        """Returns text that was held back as a possible call. An incomplete call is completed if the model ended the
+        answer itself (`is_whole`); otherwise it stays cut off."""
         ...
 
     @property
@@ -204,7 +204,7 @@ def say(parts: list[Part], text: str) -> None:
 
 
 def first_of(text: str, marks: Sequence[str]) -> tuple[int, str]:
-    """Where the first of the marks stands, and which; of several at one place the longest. Without one: where one may
+    """The place of the first mark, and the mark; the longest of several at one place. Without a mark: where one may
     begin at the text's end, and ""."""
     places = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
     if places:

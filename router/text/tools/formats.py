@@ -186,7 +186,7 @@ def format_of(template: str) -> ToolFormat | None:
 
 
 def tags_of(form: ToolFormat) -> set[str]:
-    """Texts of calls that are tokens of their own in some tokenizers: readers see them, also if they are special."""
+    """Texts of calls that are tokens in some tokenizers. Readers see them even if they are special."""
     marks = FORMATS[form].marks
     if form is ToolFormat.GPT_OSS or marks is None:
         return set(_HARMONY if marks is not None else ())
@@ -196,8 +196,8 @@ def tags_of(form: ToolFormat) -> set[str]:
 
 
 def tag_tokens(form: ToolFormat, vocabulary: Vocabulary) -> dict[str, int]:
-    """Texts of a format that are tokens of their own, with their ids. (llguidance takes every added token <...> for a
-    special one: no text of a grammar is that token.)"""
+    """Texts of a format that are tokens, with their ids. (llguidance takes every added token <...> for a special one:
+    no text of a grammar is that token.)"""
     tags = {text.encode(): text for text in tags_of(form)}
     return {tags[raw]: i for i, raw in enumerate(vocabulary.token_bytes) if raw in tags}
 

@@ -30,9 +30,9 @@ def calls_grammar(
     free: bool = False,
     tokens: Mapping[str, int] | None = None,
 ) -> str:
-    """A grammar: the answer is tool calls, or what `instead` (the right side of a rule) matches. With `free` any text
-    is allowed, too, and calls are in the format's form wherever it allows text beside them. `tokens`: the ids of texts
-    that are tokens of their own; such a grammar is for workers, not for a check."""
+    """A grammar: the answer is tool calls, or matches `instead` (the right side of a rule). With `free` it may be any
+    text, but text that begins as a call must be one. `tokens`: ids of texts that are tokens; such a grammar is for
+    workers, not for a check."""
     written, names = FORMATS[form].written, [f"call{number}" for number in range(len(functions))]
     assert written is not None, f"calls of {form} have no grammar"
     lark = _Marks(tokens or {})
@@ -113,7 +113,7 @@ def _arguments(form: ToolFormat, name: str, function: Function, lark: _Marks) ->
 
 
 def _value(name: str, schema: Any, kind: ParameterType, function: Function, behind: str, lark: _Marks) -> str:
-    """A parameter's value with what stands behind it: a string as it is, anything else as JSON."""
+    """A parameter's value and the text after it: a string as it is, anything else as JSON."""
     if kind.is_text and kind.values:
         return f"{name}: ({' | '.join(map(literal, kind.values))}) {lark(behind)}"
     if kind.is_text or not isinstance(schema, Mapping):

@@ -234,7 +234,7 @@ class CallArguments:
         return self._sent(json), count
 
     def end(self, *, is_whole: bool = True) -> str:
-        """The rest of the arguments. Those that are not whole were cut off, and are not completed."""
+        """The rest of the arguments. A call that was cut off stays incomplete."""
         json = self._sent(self._repair.end()) if is_whole else ""
         if self._is_object:
             return json
@@ -260,7 +260,7 @@ def _object(written: str) -> str:
 
 
 def repaired(text: str, *, is_certain: bool = False) -> tuple[str, Any] | None:
-    """The JSON of a text, and its value; None for a text that is not nearly JSON, or has more behind it. `is_certain`:
+    """The JSON of a text, and its value; None for a text that is not nearly JSON, or continues after it. `is_certain`:
     as in `JsonRepair`."""
     repair = JsonRepair()
     json, count = repair.feed(text)

@@ -38,7 +38,7 @@ class MarkedCalls(TextAndCalls):
         self._state = self._name
 
     def _name(self, parts: list[Part]) -> bool:
-        """The name ends at the separator, and where the arguments or the call's end come without one."""
+        """Reads a name up to the separator, or to the arguments or the call's end without one."""
         marks, rest = self._marks, self._held.lstrip()
         if marks.prefix.startswith(rest):
             return False

@@ -162,8 +162,8 @@ class ParameterCalls(TextAndCalls):
 
 
 def _json(text: str, types: frozenset[str]) -> str:
-    """The text where it is JSON of one of the types, or nearly, else as a JSON string. Where a string is allowed, too,
-    only a value of another of the types is no string, and a text in quotes is what stands between them."""
+    """The text itself if it is JSON of one of the types, or nearly; else a JSON string. If a string is allowed, only a
+    valid value of another type is not a string, and quotes around a text are removed."""
     allows_text, others = "string" in types, tuple(kind for name in types for kind in _TYPES.get(name, ()))
     try:
         json, value = text.strip(), orjson.loads(text)
