@@ -55,7 +55,7 @@ class EventLog:
         self._hashes.extend(event.hashes)
 
     def since(self, incarnation: int, next_seq: int) -> KVEvents | None:
-        """Events from number `next_seq` on (none if there are none); None if this log does not reach back so far."""
+        """Events from number `next_seq` on, perhaps none; None if this log does not reach back so far."""
         end = self.next_seq
         first_kept = end - len(self._ring)
         if incarnation != self.incarnation or not first_kept <= next_seq <= end:

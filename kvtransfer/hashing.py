@@ -99,8 +99,7 @@ def _in_python(parent: BlockHash, data: bytes, block_bytes: int) -> bytes:
 
 @cache
 def compiled() -> ctypes.PyDLL | None:
-    """None without a compiler. The first call may compile for half a second: processes that serve call it before they
-    do."""
+    """None without a compiler. The first call may compile for half a second, so serving processes call it early."""
     text, number = ctypes.c_char_p, ctypes.c_int64
     functions: Functions = {"chain_ids": ((text, ctypes.py_object, ctypes.c_int, number, number, text, text), number)}
     return load(Path(__file__).with_suffix(".c"), functions) if sys.byteorder == "little" else None

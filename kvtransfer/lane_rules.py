@@ -56,7 +56,7 @@ def overdue(lane: LaneStats, config: LaneConfig) -> bool:
 
 
 def superfluous(lanes: Sequence[LaneStats], needed: Collection[str], config: LaneConfig) -> tuple[str, ...]:
-    """Peers whose lanes should end, those that have idled longest first. `needed` names peers with a live ticket."""
+    """Peers whose lanes should end, the longest idle first. `needed` names peers with a live ticket."""
     unneeded = sorted((lane for lane in lanes if lane.peer not in needed), key=lambda lane: -lane.idle_s)
     num_over = len(lanes) - config.max_lanes
     return tuple(lane.peer for index, lane in enumerate(unneeded) if index < num_over or overdue(lane, config))
@@ -73,8 +73,8 @@ def require_room(peer: str, needed: Collection[str], config: LaneConfig) -> None
 
 
 def require_health(peer: str, lanes: Iterable[LaneStats]) -> None:
-    """Raises TransferFailed with `retry_after_s` when the lane to or from this peer is in quarantine: nothing was
-    tried, and another worker may have a lane that works."""
+    """Raises TransferFailed with `retry_after_s` when the lane to or from this peer is in quarantine: another worker
+    may have a lane that works."""
     for lane in lanes:
         if lane.peer == peer and lane.state in ("quarantined", "stuck"):
             raise TransferFailed(
@@ -84,7 +84,7 @@ def require_health(peer: str, lanes: Iterable[LaneStats]) -> None:
 
 
 def why_unhealthy(lanes: Iterable[LaneStats]) -> str:
-    """Why a worker with these lanes cannot go on; empty if it can. A peer that hangs is its own worker's matter."""
+    """Why a worker with these lanes cannot continue; "" if it can. A peer that hangs does not count."""
     return next((f"the lane to {lane.peer} is stuck and does not end" for lane in lanes if lane.state == "stuck"), "")
 
 

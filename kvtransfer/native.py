@@ -49,12 +49,9 @@ def load(source: Path, functions: Functions | None = None) -> ctypes.PyDLL | Non
 
 
 def compile_c(source: Path, folder: Path) -> Path:
-    """The library in `folder`, compiled unless it is there; without a compiler, one that was built ahead.
-
-    Raises OSError or SubprocessError.
-
-    Its name has source, flags, compiler and processor, so that different machines may share a folder.
-    """
+    """Returns the library in `folder`, compiled unless it exists; without a compiler, a prebuilt one. Its name has
+    source, flags, compiler and processor, so that different machines may share a folder. Raises OSError or
+    SubprocessError."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     if compiler is None:
         ready = prebuilt.find(source.stem, _FLAGS, [source])
@@ -74,7 +71,7 @@ def prebuild_c(source: Path, folder: Path, instructions: InstructionSet) -> Path
 
 
 def made_once(path: Path, make: Callable[[Path], None]) -> Path:
-    """`path`, made in another folder and moved there unless it exists, so that no process sees half of it. Of
+    """Returns `path`. If it is missing, it is made in another folder and moved, so that no process sees half of it. Of
     processes that start together one makes it, and the others wait. Raises the errors of `make`, or OSError."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

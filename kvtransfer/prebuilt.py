@@ -44,7 +44,7 @@ def instruction_sets() -> tuple[InstructionSet, ...]:
 
 
 def file_name(stem: str, instructions: InstructionSet, flags: Iterable[str], sources: Iterable[Path]) -> str:
-    """Names sources and flags, so that a library of another version is never loaded."""
+    """A name with sources and flags, so that a library of another version is never loaded."""
     digest = hashlib.sha256(" ".join((*flags, *instructions.options)).encode())
     for path in sources:
         digest.update(path.read_bytes())
@@ -52,7 +52,7 @@ def file_name(stem: str, instructions: InstructionSet, flags: Iterable[str], sou
 
 
 def find(stem: str, flags: Sequence[str], sources: Sequence[Path]) -> Path | None:
-    """The best library that this processor can run; None without a folder of them, or where it has none."""
+    """The best library that this processor can run; None without one."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return None

@@ -40,7 +40,7 @@ class Session:
 
     @property
     def first_block(self) -> int:
-        """Index, in the prompt's blocks, of the ticket's first: the destination needs none before it."""
+        """Index of the ticket's first block in the prompt: the destination needs no earlier one."""
         return min(self.ticket.starts)
 
     @property
@@ -49,7 +49,7 @@ class Session:
 
     @property
     def num_sent(self) -> int:
-        """Blocks of which all layers have left this host."""
+        """Blocks of which all layers have been sent."""
         pairs = zip(self._num_parts, self._num_layers, strict=True)
         return self.num_offered - sum([-(-num // num_layers) for num, num_layers in pairs])
 
@@ -67,7 +67,7 @@ class Session:
         return self.ticket.stop == -(-num_tokens // self.ticket.layout.block_size)
 
     def is_full(self, num_tokens: int) -> bool:
-        """True if a sequence of this many tokens would have no room for one more."""
+        """Whether a sequence of this many tokens has no room for one more."""
         return num_tokens >= self.ticket.stop * self.ticket.layout.block_size
 
     def all_sent(self, num_computed: int) -> bool:
@@ -95,8 +95,8 @@ class Session:
         return None
 
     def last_chunks(self, now: float, *, least_bytes: int) -> tuple[Chunk, ...]:
-        """All that is left, in runs of layers of about `least_bytes` or more, in the order in which a step writes them:
-        offered from now on. A run of many blocks is cut like any other offer."""
+        """Offers the rest, in runs of layers of at least about `least_bytes`, in the order in which a step writes them.
+        A run of many blocks is cut like any other offer."""
         layout, stop = self.ticket.layout, self.ticket.stop
         chunks: list[tuple[int, Chunk]] = []  # with the model's layer that completes it
         for group, first in enumerate(self._next):
@@ -132,7 +132,7 @@ class Session:
         return self._deadline_s
 
     def expired(self, now: float) -> bool:
-        """True if offered blocks have been stuck for so long that the destination may have reused its blocks."""
+        """Whether offered blocks have been stuck for so long that the destination may have reused its blocks."""
         return now >= self._deadline_s
 
     def _chunk(self, group: int, first: int, num_blocks: int, layers: range | None = None) -> Chunk:

@@ -33,7 +33,7 @@ EIGHT_BITS = frozenset(dtype for dtype, num_bytes in ITEM_BYTES.items() if num_b
 
 
 def why_incompatible(source: KVLayout, destination: KVLayout) -> str | None:
-    """Why no KV can go from the one to the other; None when it can. Ranks of a lane are all on GPUs, or none is."""
+    """Why no KV can move between these layouts; None when it can. Either all ranks of a lane are on GPUs or none is."""
     theirs, ours = _facts(source), _facts(destination)
     eight_bits = any(part.dtype in EIGHT_BITS for layout in (source, destination) for part in layout.parts)
     settings = {"dtype": "kv_dtype"} if eight_bits else {}
@@ -94,13 +94,13 @@ def require_compatible(source: str, source_layout: KVLayout, destination: str, l
 
 
 def common_layout(layout: KVLayout, other: KVLayout) -> KVLayout:
-    """`layout` without its head, unless both workers have the same: another head's KV is of no use."""
+    """`layout` without its head, unless both workers have the same head."""
     return layout if layout.head == other.head else replace(layout, head=None)
 
 
 def can_move_head(layout: KVLayout, parts: Sequence[KVPart]) -> bool:
-    """Whether a head with these parts is cut between the ranks of `layout` as the model's own KV: then every plan for
-    the one holds for the other. `layout` is of one group."""
+    """Whether a head with these parts is divided over the ranks of `layout` as the model's own KV, so that one plan
+    serves both. `layout` is of one group."""
     shares = layout.num_kv_heads
     cut = {part.cut_by_heads for part in layout.parts} == {part.cut_by_heads for part in parts}
     return cut and all(
@@ -110,20 +110,20 @@ def can_move_head(layout: KVLayout, parts: Sequence[KVPart]) -> bool:
 
 
 def shares_heads(layout: KVLayout) -> bool:
-    """Can the ranks of such a worker share its heads evenly, or each have one?"""
+    """Whether the ranks can divide the heads evenly, or share each of them."""
     tp, heads = layout.tp, layout.num_kv_heads
     return tp > 0 and heads > 0 and (heads % tp == 0 or tp % heads == 0)
 
 
 def heads_of(layout: KVLayout, rank: int) -> range:
-    """The key/value heads, of all there are, that a rank of the worker holds."""
+    """The key/value heads of a rank."""
     assert 0 <= rank < layout.tp, f"rank {rank} of {layout.tp}"
     first = rank * layout.num_kv_heads // layout.tp
     return range(first, first + max(1, layout.num_kv_heads // layout.tp))
 
 
 def rank_block_bytes(layout: KVLayout) -> int:
-    """Bytes of a block in the memory of each rank: its share of the heads, and all of what is not cut by them."""
+    """Bytes of a block in the memory of each rank: its share of the heads, and all undivided parts."""
     return layout.stored_bytes * len(heads_of(layout, 0)) // layout.num_kv_heads
 
 
@@ -142,9 +142,8 @@ class Slice:
 
 
 def plan(source: KVLayout, destination: KVLayout) -> tuple[Slice, ...]:
-    """All slices between two compatible workers, by destination rank and then by head: each destination rank gets
-    each of its heads once. Of a head that several source ranks hold, the destination ranks take turns at the copies.
-    """
+    """All slices between two compatible workers, by destination rank and then by head: each destination rank gets each
+    of its heads once. Destination ranks take turns at the source ranks that hold copies of a head."""
     copies = max(1, source.tp // source.num_kv_heads)
     slices = []
     for rank in range(destination.tp):
@@ -158,7 +157,7 @@ def plan(source: KVLayout, destination: KVLayout) -> tuple[Slice, ...]:
 
 
 def outgoing(source: KVLayout, destination: KVLayout, rank: int) -> tuple[Slice, ...]:
-    """The pieces that a source rank sends, by destination rank. Slices of the same heads share a piece of its
+    """The slices that a source rank sends, by destination rank. Slices of the same heads share a piece of its
     payload."""
     return tuple(part for part in plan(source, destination) if part.source == rank)
 
@@ -168,7 +167,7 @@ def incoming(source: KVLayout, destination: KVLayout, rank: int) -> tuple[Slice,
 
 
 def pieces(slices: Sequence[Slice]) -> tuple[range, ...]:
-    """The ranges of heads that a rank's payload is made of, in its order."""
+    """The ranges of heads in a rank's payload, in order."""
     return tuple(sorted({part.heads for part in slices}, key=lambda heads: heads.start))
 
 
@@ -192,8 +191,8 @@ class Cut(Value, frozen=True, kw_only=True):
 
 
 def cut_out(layout: KVLayout, rank: int, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int]) -> Cut:
-    """A chunk in the cache of a source rank. `block_ids` are those that `covering` names, without any that were never
-    written because the prompt ends before them."""
+    """A chunk in the cache of a source rank. `block_ids` are those of `covering`, without blocks after the prompt's
+    end."""
     unit, per_block = _unit(layout, ticket.layout)
     first_token = (ticket.starts[chunk.group] + chunk.first_block) * ticket.layout.block_size
     first = first_token % layout.block_size // unit
@@ -210,7 +209,7 @@ def cut_out(layout: KVLayout, rank: int, ticket: Ticket, chunk: Chunk, block_ids
 
 
 def cut_in(layout: KVLayout, rank: int, source: KVLayout, chunk: Chunk, block_ids: Sequence[int]) -> Cut:
-    """A chunk in the cache of a destination rank, whose blocks it was cut into."""
+    """A chunk in the cache of a destination rank, for whose blocks it was cut."""
     assert len(block_ids) == chunk.num_blocks
     unit, per_block = _unit(layout, source)
     return Cut(
@@ -224,7 +223,7 @@ def cut_in(layout: KVLayout, rank: int, source: KVLayout, chunk: Chunk, block_id
 
 
 def covering(ticket: Ticket, chunk: Chunk, block_size: int) -> range:
-    """Indices, in the prompt's blocks of a source with this block size, of those that hold the chunk's tokens."""
+    """Indices of the blocks, of a source with this block size, that hold the chunk's tokens."""
     size = ticket.layout.block_size
     first_token = (ticket.starts[chunk.group] + chunk.first_block) * size
     return range(first_token // block_size, -(-(first_token + chunk.num_blocks * size) // block_size))

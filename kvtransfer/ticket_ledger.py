@@ -141,13 +141,9 @@ class Ledger:
     # -- a ticket's life -----------------------------------------------------------------------------------------------
 
     def renew(self, ticket_id: str, generation: int, now: float) -> Reservation | None:
-        """The live reservation if this generation has been made already, or None if it may be made now.
-
-        A live one is renewed: its lease starts again at `now`.
-
-        Raises TransferFailed when the generation has been fenced by a newer one, or has ended. An older generation
-        that is still live must be aborted before `reserve`.
-        """
+        """The live reservation of this generation, or None if it may be made now. The lease of a live one starts again
+        at `now`. Raises TransferFailed when a newer generation has fenced this one, or it has ended. An older
+        generation that is still live must be aborted before `reserve`."""
         entry = self._live.get(ticket_id)
         tombstone = self._tombstones.get(ticket_id)
         if tombstone is not None and tombstone.generation is None:
@@ -170,7 +166,8 @@ class Ledger:
         return None
 
     def reserve(self, reservation: Reservation) -> None:
-        """The ticket's blocks, and one reference to each cached one, belong to the ledger from here on."""
+        """Takes a reservation: its blocks, and one reference to each cached block, belong to the ledger from here
+        on."""
         ticket = reservation.ticket
         assert ticket.ticket_id not in self._live, f"ticket {ticket.ticket_id} is live already"
         self._tombstones.pop(ticket.ticket_id, None)
@@ -207,11 +204,8 @@ class Ledger:
                     entry.add((group, index), entry.all_layers(group))
 
     def blocks_for(self, chunk: Chunk, source: str) -> tuple[int, ...]:
-        """Where an arrived chunk is to be written; empty if it must be dropped.
-
-        That is: the ticket is not live or of another generation or source, the chunk does not lie within it, or all
-        of it is there already.
-        """
+        """The blocks for an arrived chunk; empty if it must be dropped: the ticket is not live, or of another
+        generation or source, or the chunk lies outside it or was landed before."""
         entry = self._entry(chunk.ticket_id, chunk.generation)
         if entry is None or entry.reservation.source != source or chunk.num_blocks < 1:
             return ()
@@ -241,14 +235,14 @@ class Ledger:
         return self._end(ticket_id, TicketState.ADOPTED, "its request has the blocks")
 
     def abort(self, ticket_id: str, reason: str, generation: int | None = None) -> Reservation | None:
-        """Ends a live ticket (of this generation, if one is given); its blocks belong to the caller now."""
+        """Ends a live ticket (of this generation, if given). Its blocks belong to the caller."""
         entry = self._live.get(ticket_id)
         if entry is None or generation not in (None, entry.reservation.ticket.generation):
             return None
         return self._end(ticket_id, TicketState.ABORTED, reason)
 
     def refuse(self, ticket_id: str, reason: str) -> None:
-        """An abort has overtaken its reservation, or came after the end. A ticket that was never here never will be."""
+        """Refuses a later reservation of a ticket whose abort came first."""
         if ticket_id not in self._live and ticket_id not in self._tombstones:
             self._bury(ticket_id, Tombstone(generation=None, state=TicketState.ABORTED, reason=reason))
 
@@ -279,11 +273,11 @@ class Ledger:
     # -- what is known -------------------------------------------------------------------------------------------------
 
     def next_deadline_s(self) -> float:
-        """When the first lease ends unless it is renewed; infinity where there is none."""
+        """When the first lease ends unless it is renewed; infinity without a lease."""
         return min((entry.deadline_s for entry in self._live.values()), default=math.inf)
 
     def state(self, ticket_id: str, generation: int) -> TicketState | None:
-        """Where this generation of the ticket stands; None if it was never here, was fenced or was long ago."""
+        """The state of this generation of the ticket; None if it was never here, was fenced or ended long ago."""
         entry = self._entry(ticket_id, generation)
         if entry is not None:
             return entry.state
@@ -302,11 +296,11 @@ class Ledger:
         return self._live.keys()
 
     def reserved_ids(self) -> list[int]:
-        """Every reference to a block that live tickets hold, as often as they hold it."""
+        """Blocks held by live tickets, as often as they hold them."""
         return [block_id for entry in self._live.values() for block_id in entry.reservation.block_ids]
 
     def stats(self, now: float) -> tuple[TicketStats, ...]:
-        """For each live ticket. `num_bytes`: the memory that it reserves, its own blocks."""
+        """Statistics of each live ticket. `num_bytes`: the memory of its own blocks."""
         return tuple(
             TicketStats(
                 ticket_id=ticket_id,

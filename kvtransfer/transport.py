@@ -38,7 +38,7 @@ MAX_TICKET_ID_BYTES = 256
 
 
 def peer_name(address: LaneAddress) -> str:
-    """One life of one worker, as lanes and the ledger name it: a restarted worker is another peer."""
+    """The name of one life of a worker, for lanes and the ledger: a restarted worker is another peer."""
     return f"{address.worker_id}#{address.incarnation}"
 
 
@@ -55,7 +55,7 @@ class Chunk(Value, frozen=True, kw_only=True):
     group: int = 0
 
     def layers(self, layout: KVLayout) -> range:
-        """The chunk's layers, counted in its group. May lie outside it, if the chunk came from elsewhere; the group
+        """The chunk's layers, counted in its group. May lie outside the group for a chunk from elsewhere; the group
         exists."""
         if self.num_layers is None:
             return range(self.first_layer, len(layout.groups[self.group].layers))
@@ -66,7 +66,7 @@ class Chunk(Value, frozen=True, kw_only=True):
         return layout.head is not None and not self.group and self.layers(layout).stop == len(layout.groups[0].layers)
 
     def num_bytes(self, layout: KVLayout) -> int:
-        """Over all ranks of its destination, which has this layout."""
+        """Bytes over all ranks of a destination with this layout."""
         num_layers = len(layout.groups[self.group].layers)
         of_head = layout.head_bytes if self.carries_head(layout) else 0
         return self.num_blocks * (layout.page_bytes(self.group) * len(self.layers(layout)) // num_layers + of_head)
@@ -117,7 +117,7 @@ class Sender(Protocol[PayloadIn]):
 
     @property
     def address(self) -> LaneAddress:
-        """This worker, as peers know it. Peers do not connect to a sender: `port` may be 0."""
+        """The address of this worker for peers. Peers do not connect to a sender: `port` may be 0."""
         ...
 
     def open(self, ticket: Ticket) -> None:
@@ -125,11 +125,11 @@ class Sender(Protocol[PayloadIn]):
         ...
 
     def can_offer(self, ticket: Ticket) -> bool:
-        """True if there is staging room on the ticket's lane. One chunk may overshoot it."""
+        """Whether the ticket's lane has staging room. One chunk may overshoot it."""
         ...
 
     def stage(self, num_bytes: int) -> Any:
-        """Memory for a payload, that was used before if possible: uint8 [num_bytes]. It ends its use with `offer`."""
+        """Returns memory for a payload, reused if possible: uint8 [num_bytes]. `offer` takes it back."""
         ...
 
     def offer(self, ticket: Ticket, chunk: Chunk, payload: PayloadIn) -> None:
@@ -148,8 +148,8 @@ class Sender(Protocol[PayloadIn]):
     def lanes(self) -> Sequence[LaneStats]: ...
     def lane_loads(self) -> Sequence[LaneLoad]: ...
     def close_lane(self, peer: str) -> None:
-        """Closes the lane to a peer once offered chunks have left, without loss at either end. It stays if it is
-        opened, or a chunk is offered on it, before it has closed."""
+        """Closes the lane to a peer once offered chunks are sent, without loss at either end. The lane stays if it is
+        opened again, or gets a chunk, before it has closed."""
         ...
 
     def close(self) -> None:
@@ -172,11 +172,11 @@ class Receiver(Protocol[PayloadOut]):
 
     def poll(self) -> Sequence[Arrived | LaneLost]: ...
     def look(self, chunk: Chunk) -> Presence:
-        """The chunks that `take` would find now on this rank."""
+        """Which chunks `take` would find now on this rank."""
         ...
 
     def take(self, chunk: Chunk, timeout_s: float) -> PayloadOut:
-        """The payload of a chunk, once. Waits for it on ranks where it has not come in yet. Raises TransferFailed."""
+        """Returns a chunk's payload, once; waits for it on ranks where it has not arrived. Raises TransferFailed."""
         ...
 
     def give_back(self, payload: PayloadOut) -> None:
@@ -184,12 +184,12 @@ class Receiver(Protocol[PayloadOut]):
         ...
 
     def drop(self, chunk: Chunk, source: str) -> None:
-        """Drops a chunk and its payload, now or when it arrives. A chunk that has not arrived is dropped only if the
+        """Drops a chunk and its payload, now or when it arrives. A chunk that has not arrived is dropped only while the
         lane from `source` lasts."""
         ...
 
     def drop_source(self, source: str, kept: Collection[Chunk]) -> None:
-        """Drops what waits to be taken from a peer that was lost, but for these chunks."""
+        """Drops the chunks of a lost peer, except these."""
         ...
 
     def busy(self) -> bool:

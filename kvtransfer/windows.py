@@ -32,8 +32,8 @@ class PageWindows:
         ]
 
     def num_entries(self, num_tokens: int, num_computed: int, chunk: int) -> list[int]:
-        """For each group, the entries of its table that a sequence of `num_tokens` takes when it is admitted, with
-        `num_computed` of them in the cache: up to the worst moment of its prompt, with steps of `chunk` tokens."""
+        """For each group, the table entries that a sequence of `num_tokens` needs at admission, with `num_computed` of
+        them in the cache: enough for the worst moment of its prompt, in steps of `chunk` tokens."""
         num_blocks = -(-num_tokens // self.block_size)
         return [
             num_blocks if window is None else min(num_blocks, passed + self._most(window, chunk))
@@ -58,12 +58,12 @@ class PageWindows:
         return low * self.block_size
 
     def _most(self, window: int, chunk: int) -> int:
-        """Pages that `window - 1 + chunk` positions can lie in, wherever the first of them stands in its page."""
+        """The most pages that `window - 1 + chunk` positions can touch."""
         return (window + chunk - 3 + self.block_size) // self.block_size + 1
 
 
 def window_bytes(layout: KVLayout) -> list[tuple[int, int]]:
-    """Each window of a layout, with the bytes of a block in its layers."""
+    """Each window of a layout, with a block's bytes in its layers."""
     sizes: dict[int, int] = {}
     for number, group in enumerate(layout.groups):
         if group.window is not None:
@@ -76,6 +76,6 @@ def full_bytes(layout: KVLayout) -> int:
 
 
 def moved_bytes(layout: KVLayout, num_tokens: int) -> int:
-    """Bytes of KV of `num_tokens` tokens that later tokens read: of a window no more than its positions."""
+    """Bytes of KV of `num_tokens` tokens that later tokens read: of a window only its positions."""
     windows = [min(num_tokens, window) * num_bytes for window, num_bytes in window_bytes(layout)]
     return (num_tokens * full_bytes(layout) + sum(windows)) // layout.block_size

@@ -227,8 +227,7 @@ ERRORS_BY_CODE: dict[str, type[BatonError]] = _tree(BatonError) | {Internal.code
 
 
 def code_of(error: BaseException) -> str:
-    """The code of the error that ended a request: an error that is not of this tree is a bug of ours, or a client
-    that went away."""
+    """The code of the error that ended a request. Any other exception is a bug of ours, or a client that went away."""
     if isinstance(error, BatonError):
         return error.code
     return Cancelled.code if isinstance(error, asyncio.CancelledError | GeneratorExit) else Internal.code

@@ -82,7 +82,7 @@ def error_of(failed: grpc.RpcError) -> BatonError:
 
 
 def in_words(details: str) -> str:
-    """The state of a connection, for people; gRPC's own text where its meaning is not known."""
+    """Describes a connection's state; gRPC's own text if it is unknown."""
     return next((explanation for sign, explanation in _CONNECTIONS.items() if re.search(sign, details)), details)
 
 

@@ -11,8 +11,8 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one that was most likely meant: no more than one letter of four is wrong, missing, too many, or swapped with
-    the next. Case, and what stands between words, do not count. None if none is as near."""
+    """The known name that was most likely meant: at most one letter of four is wrong, missing, too many, or swapped
+    with the next. Case and separators do not count. None without one."""
     plain = _plain(name)
     allowed = max(1, len(plain) // 4) if len(plain) > 2 else 0
     as_long = [one for one in known if abs(len(_plain(one)) - len(plain)) <= allowed]
@@ -81,7 +81,7 @@ def unusable(error: OSError, *, to_write: bool = False) -> str:
 
 
 def lfs_pointer(path: Path) -> str:
-    """The fix for a file that is a Git LFS pointer; "" if it is none."""
+    """The fix for a Git LFS pointer; "" for another file."""
     try:
         with path.open("rb") as file:
             is_pointer = file.read(len(_LFS)) == _LFS

@@ -104,18 +104,18 @@ class KVLayout(Value, frozen=True, kw_only=True):
 
     @property
     def num_kv_heads(self) -> int:
-        """How many shares the cache can be cut into: its heads, or 1 where every rank has all of it. The parts agree
-        on that (`kvtransfer.reshard.why_incompatible`)."""
+        """How many shares the cache can be divided into: its heads, or 1 if every rank has all of it. All parts have
+        the same number (`kvtransfer.reshard.why_incompatible`)."""
         return min([part.heads if part.cut_by_heads else 1 for part in self.parts], default=0)
 
     @property
     def kv_dtype(self) -> str:
-        """The type of the elements, scales left out; types with commas between them where parts differ."""
+        """The type of the elements without scales; several types are joined by commas."""
         return ", ".join(dict.fromkeys([part.dtype for part in self.parts if not part.is_scale]))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all parts, layers and shares, and of the head beside it."""
+        """Bytes of one block in all parts, layers and shares, with the head's."""
         return self.head_bytes + self.block_size * sum(
             [len(group.layers) * part.position_bytes for group in self.groups for part in group.parts]
         )

@@ -39,9 +39,8 @@ def bound(host: str, port: int, *, option: int = socket.SO_REUSEADDR) -> socket.
 
 
 def hold_ipv6(port: int, held: ExitStack) -> int:
-    """Takes the port in IPv6 until `held` closes: gRPC takes 0.0.0.0 for all addresses of IPv6, too, unless their port
-    is taken. Waits for another process that shares the port and does the same just now. Returns the port, 0 without
-    IPv6."""
+    """Takes the port in IPv6 until `held` closes: gRPC extends 0.0.0.0 to IPv6 unless the port is taken there. Waits
+    for a process that shares the port and does the same. Returns the port, 0 without IPv6."""
     until_s = time.monotonic() + HOLDING_S
     with suppress(OSError):
         holder = held.enter_context(socket.socket(socket.AF_INET6))

@@ -75,7 +75,7 @@ class Setting:
 
 
 def setting(default: Any, help: str, *, repr: bool = True, **declared: Any) -> Any:
-    """A field of a configuration; `declared` are fields of Setting. By default the end of the name gives the unit."""
+    """A field of a configuration; `declared`: fields of Setting. By default the name's end gives the unit."""
     return field(default=default, repr=repr, metadata={"help": help, **declared})
 
 

@@ -148,7 +148,7 @@ def expiry_s(cert: str) -> float:
 
 
 def listen_grpc(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """Opens a port, in the clear without credentials; which one it is. Raises RuntimeError when it is taken."""
+    """Opens a port, unencrypted without credentials, and returns it. Raises RuntimeError when it is taken."""
     with ExitStack() as held:
         if host == ANY_IPV4:
             port = hold_ipv6(port, held) or port

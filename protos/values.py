@@ -136,7 +136,7 @@ class Ticket(Value, frozen=True, kw_only=True):
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """For each group, the index in the prompt's blocks of the first that is moved."""
+        """For each group, the index in the prompt's blocks of the first one that is moved."""
         return self.first_blocks or (self.num_cached_tokens // self.layout.block_size,)
 
     @property
@@ -154,8 +154,7 @@ class Ticket(Value, frozen=True, kw_only=True):
         return tuple(tables)
 
     def up_to(self, stop: int) -> Ticket:
-        """The ticket for the prompt's first `stop` blocks only; for all where there are not so many. No group's table
-        ends before it begins."""
+        """The ticket for the prompt's first `stop` blocks, or all of fewer. No group's table ends before it begins."""
         stop = max(stop, *self.starts)
         pairs = zip(self.tables(), self.starts, strict=True)
         block_ids = tuple([block_id for table, start in pairs for block_id in table[: stop - start]])

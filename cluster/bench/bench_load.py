@@ -124,9 +124,8 @@ def without_arrivals(items: Sequence[WorkloadItem]) -> list[WorkloadItem]:
 def read_trace(path: Path, *, limit: int | None = None, scale: float = 1.0, speed: float = 1.0) -> list[WorkloadItem]:
     """Requests of a trace in Mooncake's format, with arrivals from 0 on. Raises Misconfigured, naming the line.
 
-    `hash_ids` are one for each 512 tokens of the prompt, equal where prefixes are. `scale` multiplies lengths; time
-    runs `speed` times as fast.
-    """
+    `hash_ids` has one id for each 512 tokens of the prompt; equal prefixes have equal ids. `scale` multiplies lengths;
+    time runs `speed` times as fast."""
     lines = list(_traced(path, limit))
     if not lines:
         raise Misconfigured(f"trace {path}: there is no request in it: give a line for each", param="trace")

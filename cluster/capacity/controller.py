@@ -269,8 +269,8 @@ class FleetController:
         return change
 
     async def _follow_roll(self, rolling: UnderWay, before: DesiredFleet) -> None:
-        """A roll that fails goes back by itself, once. If that fails, too, workers of both revisions stay until the
-        next order."""
+        """Watches a roll. A failed roll is rolled back once; if that fails too, workers of both revisions stay until
+        the next order."""
         failure, reason = "", ""
         if not rolling.is_back and (failure := await self._failure_of(rolling.roll.run(), "the roll")):
             rolling.is_back = True
@@ -303,8 +303,8 @@ class FleetController:
             self._end(change.number, ChangeState.REACHED if is_there else ChangeState.REPLACED)
 
     def _end(self, number: int, state: ChangeState, reason: str = "") -> None:
-        """Records the outcome of a change that no other has replaced. After a failure the fleet is what the actuator
-        wants."""
+        """Records the outcome of a change unless another one has replaced it. After a failure the fleet is that of the
+        actuator."""
         latest = self._record.changes[-1]
         if latest.number != number or latest.state is not ChangeState.UNDER_WAY:
             return
@@ -331,8 +331,8 @@ class FleetController:
 
 
 def continued(record: FleetRecord | None, configured: DesiredFleet, origin: str = "") -> FleetRecord | None:
-    """Returns the record of an earlier owner that began with the same settings. Its changes have ended with it: its
-    workers are started anew, those of a roll with the former revision."""
+    """Returns the record of an earlier owner that began with the same settings. Its changes have ended: its workers
+    start anew, those of a roll with the former revision."""
     if record is None or record.configured != configured:
         return None
     latest = record.changes[-1] if record.changes else None

@@ -87,7 +87,7 @@ class RedisKept(Generic[Kept]):
         self._task = asyncio.create_task(self._keep_saving(), name=what)
 
     async def load(self) -> Kept | None:
-        """Returns None if there is no value that can be read. Raises the errors of Redis."""
+        """Returns None without a readable value. Raises the errors of Redis."""
         packed = await self._client.get(self._key)
         if packed is None:
             return None

@@ -79,8 +79,8 @@ class RollMix:
 
 
 def next_mix(mix: RollMix, counts: Mapping[WorkerRole, int], surge: int) -> RollMix | None:
-    """Returns the next step to a fleet of `counts` workers; None if it is there. Each pool keeps an older worker until
-    the newer revision is complete; without a surge it ends with its last one."""
+    """Returns the next step to a fleet of `counts` workers; None if it is reached. Each pool keeps an older worker
+    until the newer revision is complete; without a surge it ends with its last one."""
     growing = {role: count for role, count in counts.items() if mix.newer[role] < count}
     needed = {role: growing.get(role, 0) - mix.newer[role] for role in counts}
     if growing and surge:

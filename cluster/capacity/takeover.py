@@ -27,7 +27,7 @@ WHO, WHY = "baton pools", "its settings have changed"
 
 
 def takeover_of(left: LivingFleet | None, record: FleetRecord | None, config: ClusterConfig) -> Takeover | None:
-    """Returns None without workers, or if settings differ without which workers can be neither called nor rolled."""
+    """Returns None without workers, or if changed settings make them unreachable and cannot be rolled."""
     if left is None or not left.living:
         return None
     if not (differing := _differing(left, config)):

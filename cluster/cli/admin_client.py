@@ -105,7 +105,7 @@ def find_model(client: httpx.Client, name: str = "") -> ServedModel:
 
 
 def raise_for_error(response: httpx.Response) -> None:
-    """Raises the typed error of a response that has been read, if its status is an error."""
+    """Raises the typed error of a response with an error's status. The response must have been read."""
     if response.is_error:
         raise error_of(response.text, response.status_code)
 

@@ -62,7 +62,7 @@ WIDE_COLUMNS = 140
 
 
 def make_app(arguments: Sequence[str]) -> typer.Typer:
-    """Imports the verb in `arguments`; other verbs need only their line of help."""
+    """Imports the verb in `arguments`; of other verbs only the line of help is needed."""
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.callback()(baton)
     for name, verb in VERBS.items():

@@ -112,8 +112,7 @@ async def _run(config: ClusterConfig, console: Console) -> bool:
 async def _open(
     config: ClusterConfig, client: Redis, announcer: RedisAnnouncer, closing: AsyncExitStack, bars: Bars
 ) -> tuple[Pools, PlannedFleet, Takeover | None]:
-    """The workers, the owner of their desired number, and what leads from the workers of an earlier process to these
-    settings."""
+    """Opens the workers and the owner of their number, with the takeover from workers of an earlier process."""
     from cluster.capacity.controller import FleetController, continued
     from cluster.capacity.redis_fleet import learned_of, living_of, record_of
     from cluster.capacity.takeover import takeover_of

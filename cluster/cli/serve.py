@@ -250,7 +250,8 @@ def _serve(given: options.GivenSettings, configs: Sequence[ClusterConfig], log_f
 
 
 def _warn_unused(file: Path | None, further: Sequence[str]) -> None:
-    """Drops models in the file, which may be for another verb; refuses those in `--set`. Raises Misconfigured."""
+    """Warns of models in the file, which may be for another verb, and drops them. Raises Misconfigured for models in
+    `--set`."""
     for one in further:
         if "model" in (table := setting(one)):
             raise Misconfigured(

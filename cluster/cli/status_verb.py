@@ -140,7 +140,7 @@ def _fleet(capacity: Mapping[str, Any] | None, now: Callable[[], float] = time.t
 
 
 def planner_words(planner: Mapping[str, Any], now_s: float) -> str:
-    """Between which numbers of workers a planner decides, and until when it leaves an operator's change alone."""
+    """Describes the limits of a planner, and until when it leaves an operator's change alone."""
     bounds = ", ".join(f"{role} {least} to {planner['most'][role]}" for role, least in planner["least"].items())
     until_s = planner["manual_until_s"]
     if until_s <= now_s:
@@ -154,7 +154,7 @@ def clock(at_s: float) -> str:
 
 
 def fleet_words(fleet: Mapping[str, Any]) -> str:
-    """A fleet as people write it: 1 prefill + 2 decode, and its revision if that is not the first."""
+    """Describes a fleet: 1 prefill + 2 decode, and its revision unless it is the first."""
     return str(fleet_of(fleet))
 
 
@@ -235,7 +235,7 @@ def _load(worker: Worker) -> list[str]:
 
 
 def _speculation(workers: Sequence[Worker]) -> Sheet:
-    """Drafts of each pool by source. A whole pool's figures stand in its first row."""
+    """Drafts of each pool by source. A pool's totals are in its first row."""
     table = Sheet(
         "Speculation", "pool", "drafts of", "drafted", "accepted", "by position", "tokens a step", "saved",
         spare=("by position", "drafted"),

@@ -191,7 +191,7 @@ def _cached(candidate: View) -> str:
 
 
 def _terms(scored: View) -> Mapping[str, float]:
-    """Adds up the columns of prefill, one for each prefill worker, in one."""
+    """Adds up the columns of prefill, one for each prefill worker."""
     return {"prefill" if name.startswith("prefill by ") else name: cost for name, cost in scored["terms"].items()}
 
 

@@ -66,7 +66,7 @@ class PoolsConfig:
         return {WorkerRole.PREFILL: prefill, WorkerRole.DECODE: decode}
 
     def with_counts(self, counts: Mapping[WorkerRole, int]) -> PoolsConfig:
-        """The same pools with these numbers of workers, none of other roles."""
+        """The same pools with these numbers of workers, and no other roles."""
         return replace(
             self,
             prefill=counts.get(WorkerRole.PREFILL, 0),

@@ -53,7 +53,7 @@ def declared_settings() -> Mapping[str, DeclaredSetting]:
 
 @cache
 def tables() -> tuple[str, ...]:
-    """Names of tables in the order of a file. A table that has tables comes before them."""
+    """Names of tables in the order of a file: a table comes before its tables."""
     named = (one.table for one in declared_settings().values() if one.table)
     return tuple(dict.fromkeys(named))
 

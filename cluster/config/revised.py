@@ -27,8 +27,8 @@ def digest_of(config: ClusterConfig) -> str:
 def next_revision(
     config: ClusterConfig, current: Revision, *, model: str, settings: Mapping[str, SettingValue], fingerprint: str
 ) -> Revision:
-    """The current revision with another model (as `current` if ""), and other `settings` by path. `fingerprint`: of the
-    model's files, whose change is a new revision, too. Raises Misconfigured."""
+    """The current revision with another model (unless ""), and other `settings` by path. A changed `fingerprint` of the
+    model's files is a new revision, too. Raises Misconfigured."""
     merged = {**current.settings, **settings}
     path = str(Path(model).absolute()) if model else current.model
     revision = Revision(model=path, settings=merged, files=fingerprint or current.files)
@@ -39,7 +39,8 @@ def next_revision(
 
 
 def reviser(config: ClusterConfig) -> Callable[[Revision, FleetOrder], Revision]:
-    """The revision after a roll of a fleet whose first revision has these settings. Raises Misconfigured."""
+    """Returns a function from a revision and a roll to the next revision, for a fleet that began with these settings.
+    It raises Misconfigured."""
 
     def revise(current: Revision, order: FleetOrder) -> Revision:
         return next_revision(config, current, model=order.model, settings=order.settings, fingerprint=order.files)
@@ -48,7 +49,7 @@ def reviser(config: ClusterConfig) -> Callable[[Revision, FleetOrder], Revision]
 
 
 def changed_settings(before: ClusterConfig, after: ClusterConfig) -> dict[str, SettingValue]:
-    """The settings that a roll changes, with their values in `after`, where these differ."""
+    """The settings that a roll changes and that differ, with their values in `after`."""
     return {
         path: declared.value(after)
         for path, declared in declared_settings().items()

@@ -64,7 +64,7 @@ def table_of(path: str, value: Any) -> Table:
 
 
 def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """Merges tables; values of `over` win. A value where a table belongs is kept, so that `make_config` refuses it."""
+    """Merges tables; values of `over` win. A value in place of a table is kept, so that `make_config` refuses it."""
     merged = dict(under)
     for name, value in over.items():
         below = merged.get(name, {})
@@ -182,7 +182,7 @@ def _checked(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def checked_value(path: str, value: Any) -> Any:
-    """The value of a setting that exists; None where that is its default. Raises Misconfigured for a wrong type."""
+    """The value of an existing setting; None for its default. Raises Misconfigured for a wrong type."""
     if value is None and declared_settings()[path].setting.default is None:
         return None
     return _typed(path, value, declared_settings()[path].setting)

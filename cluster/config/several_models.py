@@ -89,5 +89,5 @@ def _of_model(name: str, table: Mapping[str, Any], shared: Table) -> ClusterConf
 
 
 def fleet_of(name: str) -> str:
-    """The fleet's name for a model: what a worker's id and a key of Redis may have in it."""
+    """The fleet's name for a model, reduced to characters allowed in a worker's id and a key of Redis."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "model"

@@ -38,8 +38,8 @@ class Announcer(Protocol):
     """The supervisor's side. Never fails: an announcement that cannot be made now is made as soon as possible."""
 
     async def starting(self, worker_id: str, successor: Successor) -> None:
-        """A process of the worker is being started; called again while it reads its weights. Gateways let running
-        answers wait for it until the worker is announced or withdrawn, or until this announcer falls silent."""
+        """Announces that a process of the worker is starting; called again while it reads its weights. Gateways let
+        running answers wait for it until the worker is announced or withdrawn, or until this announcer falls silent."""
         ...
 
     async def announce(self, worker_id: str, address: str) -> None:

@@ -140,8 +140,8 @@ class RedisAnnouncer:
         self._keeper: asyncio.Task[None] | None = None
 
     async def own(self) -> None:
-        """Makes this process the fleet's owner, when the lease of one that has ended is over. Raises Misconfigured
-        while another process renews it, and the errors of Redis."""
+        """Makes this process the fleet's owner, once the lease of an ended owner is over. Raises Misconfigured while
+        another process renews it, and the errors of Redis."""
         until_s = loop_time() + 2 * self._lease_s
         while not await self._write():
             if loop_time() > until_s:

@@ -62,7 +62,7 @@ def _speed(one: LaneSpeed) -> str:
 
 
 def _moved(seen: Sequence[Examination]) -> list[str]:
-    """Repositories of which main has another commit than the one that is served, which a pinned revision may want."""
+    """Repositories whose main branch has another commit than the served one, as a pinned revision may want."""
     return [
         f"{name.repository}: commit {name.revision[:12]} is served, main is {latest[:12]}: `baton roll --model "
         f"{name.repository}@main` brings it"

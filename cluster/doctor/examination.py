@@ -85,8 +85,8 @@ class LaneProbe:
 
     @property
     def break_even_tokens(self) -> float | None:
-        """From so many tokens on, moving KV takes less time than computing it: where the lines through the smallest and
-        the largest size cross. 0: always; None: never, or not known."""
+        """The number of tokens from which moving KV is faster than computing it, by the lines through the smallest and
+        the largest size. 0: always; None: never, or unknown."""
         if len(self.speeds) < 2:
             return None
         low, high = self.speeds[0], self.speeds[-1]
@@ -151,6 +151,6 @@ class Examination:
 
     @property
     def lanes(self) -> Sequence[tuple[str, View]]:
-        """Each with the worker that reports it."""
+        """Lanes, each with the worker that reports it."""
         held = self.status.get("kv", {})
         return [(name, lane) for name, one in held.items() if one is not None for lane in one["lanes"]]

@@ -66,8 +66,8 @@ _EXPIRY = re.compile(r'^baton_certificate_expiry_timestamp_seconds\{use="(\w+)"\
 
 
 def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = True) -> Sequence[Examination]:
-    """One of each model behind the address, that of `url` first. Takes less than 15 seconds, however many there are.
-    Raises Misconfigured for a URL that is none."""
+    """Examines each model at the address, that of `url` first. Takes less than 15 seconds for all of them. Raises
+    Misconfigured for an invalid URL."""
     ends_s = time.monotonic() + TOTAL_S
     host, redis = _host(), _redis_facts(redis_url) if redis_url else None
     first = replace(_look(url, api_key, ends_s), host=host, redis=redis)
@@ -123,7 +123,7 @@ def _metrics(client: httpx.Client, status: Mapping[str, Any]) -> str:
 
 
 def _probed(seen: Examination, api_key: str, ends_s: float, num_left: int) -> Examination:
-    """With its lanes. It has its share of the time that is left for so many models."""
+    """Adds the lanes, in this model's share of the time that is left."""
     if not seen.status:
         return seen
     now_s = time.monotonic()
@@ -133,7 +133,7 @@ def _probed(seen: Examination, api_key: str, ends_s: float, num_left: int) -> Ex
 
 
 def _json_of(answer: httpx.Response) -> dict[str, Any]:
-    """The object of an answer; an empty one for a page that is none, as a proxy or another server sends it."""
+    """The object of an answer; empty if the answer is no JSON object, as from a proxy or another server."""
     try:
         found = answer.json()
     except ValueError:
@@ -142,8 +142,8 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _ahead_s(answer: httpx.Response, asked_s: float, came_s: float) -> float | None:
-    """Seconds by which the gateway's clock is ahead of this host's at least; 0 where both may agree. The Date header is
-    of a moment between the request and its answer, less `DATE_S` at most. None without one."""
+    """The least number of seconds by which the gateway's clock is ahead of this host's; 0 if both may agree. The Date
+    header is at most `DATE_S` before a moment between request and answer. None without the header."""
     try:
         sent_s = parsedate_to_datetime(answer.headers["date"]).timestamp()
     except (KeyError, ValueError):
@@ -168,8 +168,8 @@ def _host() -> HostFacts:
 
 
 def _resolve(hosts: Iterable[str]) -> dict[str, set[str]]:
-    """The addresses of names, as far as they are found in `NAMES_S`; none for one that does not exist. In threads that
-    nothing waits for."""
+    """The addresses of names that are found within `NAMES_S`; none for an unknown name. Nothing waits for its
+    threads."""
     found: dict[str, set[str]] = {}
 
     def look(host: str) -> None:
@@ -254,8 +254,8 @@ def _closed(status: View) -> tuple[Sequence[ClosedPort], int]:
 
 
 async def _try(ports: Sequence[tuple[str, str]]) -> tuple[Sequence[ClosedPort], int]:
-    """Returns the closed ports, and the number of ports that were not tried within `PORTS_S`. `MAX_CONNECTS` are tried
-    at once: a port that drops packets takes `CONNECT_S`."""
+    """Returns the closed ports, and the number of ports not tried within `PORTS_S`. `MAX_CONNECTS` are tried at once,
+    because a port that drops packets takes `CONNECT_S`."""
     room = asyncio.Semaphore(MAX_CONNECTS)
 
     async def tried(what: str, address: str) -> ClosedPort | None:
@@ -285,8 +285,8 @@ async def _connect_error(address: str) -> str:
 
 
 def _ports(status: View) -> Iterator[tuple[str, str]]:
-    """Names and addresses of what ready workers listen on: their gRPC service, and where their lanes meet. Loopback
-    addresses of another host cannot be told from those of this one."""
+    """Names and addresses of the ports of ready workers: gRPC service, and rendezvous of lanes. Another host's loopback
+    addresses cannot be told from this host's."""
     for worker in status["workers"]:
         if worker["state"] != "ready" or worker["info"] is None:
             continue
@@ -296,7 +296,7 @@ def _ports(status: View) -> Iterator[tuple[str, str]]:
 
 
 def _probes(client: httpx.Client, status: View, ends_s: float) -> tuple[Sequence[LaneProbe], int]:
-    """Probes every pair that KV takes, as far as the time allows: prefill to decode, or between all of one pool."""
+    """Probes every pair that moves KV, as far as the time allows: prefill to decode, or all pairs of one pool."""
     ready = [one for one in status["workers"] if one["state"] == "ready" and one["info"] is not None]
     sources = [one for one in ready if one["info"]["role"] == "prefill"] or ready
     others = [one for one in ready if one["info"]["role"] != "prefill"]
@@ -306,9 +306,8 @@ def _probes(client: httpx.Client, status: View, ends_s: float) -> tuple[Sequence
 
 
 def _probe(client: httpx.Client, source: View, destination: View, ends_s: float) -> LaneProbe | None:
-    """The first size is moved twice: the first time may open the lane, and compile. Sizes that a slow or busy source
-    does not compute in time, or for which too little time is left, say nothing about the lane, and are left out; None
-    if all are."""
+    """Probes a lane. The first size is moved twice, since the first time may open the lane and compile. Sizes that the
+    source does not compute in time are left out; None if all are."""
     ends = {"source": source["worker_id"], "destination": destination["worker_id"]}
     longest = min(source["info"]["max_model_len"], destination["info"]["max_model_len"]) - 2
     longest = min(longest, (source["load"]["num_free_blocks"] - 2) * source["info"]["layout"]["block_size"])

@@ -29,7 +29,8 @@ Rule = Callable[[Examination], Iterator[Finding]]
 
 
 def findings(*examinations: Examination) -> Sequence[Finding]:
-    """Faults first. Of several models each is named, but for the first, whose host and Redis are those of all."""
+    """Returns findings, faults first. Of several models all but the first are named; the first also has the findings of
+    host and Redis."""
     found = [one for rule in RULES for one in rule(examinations[0])]
     for seen in examinations[1:]:
         model = seen.url.partition("/models/")[2]
@@ -109,8 +110,7 @@ _DIGESTS = (
 
 
 def _digests(seen: Examination) -> Iterator[Finding]:
-    """Compares the digests of the model's files at the gateway and at each worker of a revision. Where one is "", it
-    is not known."""
+    """Compares the digests of the model's files at the gateway and at each worker of a revision. "" is unknown."""
     of_gateway = seen.status.get("digests", {})
     infos = {worker["worker_id"]: worker["info"] for worker in seen.workers if worker["info"]}
     for name, part, make, fix in _DIGESTS:

@@ -205,7 +205,7 @@ def _settings(app: Any, **further: Any) -> uvicorn.Config:
 
 
 def _register_expiry(registry: CollectorRegistry, tls: FaceTls, peers: PeerTls) -> None:
-    """A gauge of when the certificates end that this process read at its start."""
+    """Registers a gauge of when the certificates end that this process has read."""
     name = "baton_certificate_expiry_timestamp_seconds"
     expiry = Gauge(name, "When a certificate ends, in seconds since 1970", ("use",), registry=registry)
     for use, cert in (("clients", tls.cert), ("peers", peers.cert)):

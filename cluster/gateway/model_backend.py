@@ -120,7 +120,7 @@ class ModelBackend:
         return self.gateway
 
     async def start(self) -> None:
-        """Connects to the gateways that serve the same model, and begins what runs beside requests."""
+        """Connects to the gateways of the same model, and begins background work."""
         if self.gateway.revisions is not None:
             self.gateway.revisions.follow(self.fleet.revisions, self.fleet.revision)
         await self._feed.start()
@@ -185,7 +185,8 @@ def open_ledger(config: RouterConfig) -> tuple[LedgerStore | None, PriceList]:
 
 
 def _open_journal(config: RouterConfig) -> RowJournal | None:
-    """Beside the file of SQLite; for Postgres in a folder of this host's, by the database's URL."""
+    """Opens the journal beside the file of SQLite; for Postgres in a folder of this host, named after the database's
+    URL."""
     if config.database:
         name = f"baton-ledger-{os.getuid()}-{zlib.crc32(config.database.encode()):08x}"
         folder = Path(tempfile.gettempdir()) / name

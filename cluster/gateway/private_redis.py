@@ -89,8 +89,8 @@ async def _answers(client: Any) -> bool:
 
 
 def launch() -> None:
-    """Becomes a redis-server that the kernel ends with its parent, whose id is the argument. It reads its settings from
-    stdin: arguments can be read in the list of processes."""
+    """Becomes a redis-server that the kernel ends with its parent (the argument is the parent's id). It reads its
+    settings from stdin, since arguments are visible in the list of processes."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == int(sys.argv[1]):
         os.execlp(PROGRAM, PROGRAM, "-")

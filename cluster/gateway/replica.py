@@ -70,7 +70,7 @@ async def _stop_with(channel: MessageChannel, stop: StopSignal) -> None:
 
 
 def main() -> None:
-    """`argv`: the inherited file descriptors of the channel to the parent and of the port of its own."""
+    """Runs a replica. `argv`: inherited descriptors of the channel to the parent and of the replica's own port."""
     import uvloop
 
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

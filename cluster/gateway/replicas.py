@@ -132,7 +132,7 @@ class Replicas:
         self._change = Changed()
 
     def _of_replica(self, config: ClusterConfig, has_workers: bool) -> ClusterConfig:
-        """A replica's settings: the ports as they are, Redis for all that is shared, and its part of the queue."""
+        """A replica's settings: the same ports, Redis for shared state, and its part of the queue."""
         url = self._redis.url if self._redis is not None else ""
         router, num = config.router, config.processes
         admission = replace(router.admission, max_queued=-(-router.admission.max_queued // num))
@@ -224,7 +224,7 @@ class Replicas:
             slot.life = lifecycle.restarted(slot.life, self._clock())
 
     async def _live(self, slot: ReplicaSlot) -> BatonError | None:
-        """One life of a replica. Returns its failure, or None if it served and then ended in order."""
+        """Runs a replica once. Returns its failure, or None if it served and then ended in order."""
         slot.error = None
         ours, theirs = socket.socketpair()
         try:

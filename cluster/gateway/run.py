@@ -89,7 +89,7 @@ def open_server(
     own: socket.socket | None = None,
     replica_ports: Sequence[int] = (),
 ) -> GatewayServer:
-    """The gateway of these models in this process. Closes `listening` where it cannot be. Raises Misconfigured."""
+    """Opens the gateway of these models in this process. Closes `listening` if it fails. Raises Misconfigured."""
     from cluster.gateway.gateway_server import GatewayServer  # imports take a second, while Ray starts
     from cluster.gateway.model_backend import ModelSettings
 
@@ -117,7 +117,7 @@ def open_server(
 
 
 def found_owner(config: ClusterConfig) -> CapacityOwner | None:
-    """The owner of the desired fleet behind `discovery`; None without it."""
+    """The owner of the desired fleet in the Redis of `discovery`; None without it."""
     if not config.discovery:
         return None
     from cluster.capacity.redis_fleet import RedisFleetOwner
@@ -166,7 +166,7 @@ async def serve(
     addresses: Sequence[tuple[str, ...]],
     report: Coroutine[Any, Any, None],
 ) -> None:
-    """Serves the workers at these addresses, or those that are found. `report` runs once the gateway listens."""
+    """Serves workers at these addresses, or discovered ones. `report` runs once the gateway listens."""
     try:
         await front.start()
     except BaseException:
@@ -189,7 +189,7 @@ async def _say_ready(front: GatewayServer | Replicas, configs: Sequence[ClusterC
 
 
 async def follow(front: GatewayServer, *found: Discovery) -> None:
-    """Serves the workers that discovery finds, of each model, while HTTP is served."""
+    """Adds the workers of each model that discovery finds, while HTTP is served."""
     following = []
     for backend, discovery in zip(front.backends, found, strict=True):
         current = Gauge("baton_discovery_current", "1 while the list of workers is current", registry=backend.registry)

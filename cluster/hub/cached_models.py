@@ -38,7 +38,7 @@ class ListedModel:
 
 
 def fitting_models(free_bytes: int) -> list[str]:
-    """The two largest published models of which a prefill and a decode worker leave half of the memory to KV."""
+    """The two largest published models that leave half of the memory for KV to one prefill and one decode worker."""
     return [name for name, size in PUBLISHED.items() if 2 * (size + RANK_BYTES) < free_bytes / 2][:-3:-1]
 
 
@@ -47,8 +47,8 @@ def cached_models() -> list[ListedModel]:
 
 
 def remove_model(text: str) -> int:
-    """Removes a repository, or one commit of it, from the cache. Returns the bytes that this frees. Raises
-    Misconfigured for a name that is not cached."""
+    """Removes a repository, or one commit of it, from the cache. Returns the freed bytes. Raises Misconfigured for a
+    name that is not cached."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -38,8 +38,8 @@ LOOK_S = 1.0
 
 
 def local_model(name: str, setting: str = "model") -> str:
-    """The path of a model, adapter or draft on this machine: `name` itself unless it is a name of the hub, whose files
-    are downloaded where the cache lacks them. Blocks. Raises Misconfigured, or Unavailable if a later try may help."""
+    """The path of a model, adapter or draft on this machine: `name` itself, or the cache's path of a hub's name,
+    downloaded if it is missing. Blocks. Raises Misconfigured, or Unavailable if a later try may help."""
     hub = HubName.of(name)
     if hub is None:
         return name
@@ -83,7 +83,7 @@ def _cached_path(hub: HubName) -> Path:
 
 
 def _complete(hub: HubName) -> Path | None:
-    """The path of the model in the cache; None unless all of its files are there."""
+    """The path of the model in the cache; None if a file is missing."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.constants import is_offline_mode
     from huggingface_hub.errors import CachedRepoTreeNotFoundError

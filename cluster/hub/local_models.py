@@ -16,7 +16,7 @@ from workers.worker_config import WorkerConfig
 
 
 def with_local_models(config: ClusterConfig) -> ClusterConfig:
-    """Downloads the model, its adapters and its draft where the cache lacks them. Blocks. Raises Misconfigured, or
+    """Downloads the model, its adapters and its draft unless they are cached. Blocks. Raises Misconfigured, or
     Unavailable if a later try may help."""
     adapters, mode = parse_adapters(config.worker.adapters), SpeculateMode.of(config.worker.speculate)
     named = [one for one in (config.worker.model, *adapters.values(), mode.path) if HubName.of(one) is not None]
@@ -35,7 +35,7 @@ def with_local_models(config: ClusterConfig) -> ClusterConfig:
 
 
 def with_cached_models(worker: WorkerConfig) -> WorkerConfig:
-    """The same commits, in the cache of this machine, as the paths in the cache of the supervisor's machine."""
+    """Replaces paths in the cache of the supervisor's machine by the same commits in this machine's cache."""
     return _located(worker, lambda path, setting: local_model(str(HubName.of_cached(path) or path), setting))
 
 

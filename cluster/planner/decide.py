@@ -344,11 +344,9 @@ class _Planner:
 
 
 def _explaining(model: Callable[[float], float], share: float, num: int, factor: float, remaining: float) -> float:
-    """Returns the load's factor by which `model` predicts the `share` of `num` requests in time.
-
-    It grows at once, by half at most, and shrinks slowly; otherwise the part `remaining` of it stays. A model that says
-    the same for every factor explains nothing.
-    """
+    """Returns the load's factor by which `model` predicts the `share` of `num` requests in time. It grows at once, by
+    half at most, and shrinks slowly; otherwise the part `remaining` of it stays. A model whose prediction does not
+    depend on the factor explains nothing."""
     predicted = model(factor)
     if not num or model(_MOST_FACTOR) == predicted == model(_LEAST_FACTOR):
         return factor

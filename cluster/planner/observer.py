@@ -46,7 +46,8 @@ class Observer:
         pending_since_s: Mapping[WorkerRole, Sequence[float]],
         num_silent: int = 0,
     ) -> Observation | None:
-        """`at_s`: seconds since 1970, of the latest report, which comes last. None without a report."""
+        """Builds an observation from gateways' reports. `at_s`: when the latest one came, in seconds since 1970. None
+        without a report."""
         if not sights:
             return None
         requests = [request for sight in sights for request in self._requests(sight)]

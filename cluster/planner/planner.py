@@ -162,8 +162,8 @@ class Planner:
         )  # fmt: skip
 
     async def _order(self, decision: FleetDecision, desired: Mapping[WorkerRole, int]) -> FleetChange:
-        """A change of role comes first: as a change of numbers it would end one worker and start another. Raises
-        InvalidRequest."""
+        """The order for a decision. A change of role comes first: as two numbers it would end one worker and start
+        another. Raises InvalidRequest."""
         for source, target in decision.flips:
             worker_id = self._idlest(source)
             if worker_id:

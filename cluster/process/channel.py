@@ -64,7 +64,8 @@ class MessageChannel:
             self._writer.write(_LENGTH.pack(len(packed)) + packed)
 
     async def receive(self) -> Any:
-        """None if the other side is gone, or sent bytes that cannot be decoded: then the channel is closed."""
+        """Returns a message; None once the other side is gone or has sent bytes that cannot be decoded, which closes
+        the channel."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if length > MAX_MESSAGE_BYTES:

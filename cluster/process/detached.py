@@ -8,7 +8,8 @@ import sys
 
 
 def main() -> None:
-    """`argv`: a module and the arguments of its `main`. Writes the id of the detached process to stdout."""
+    """Starts a detached process. `argv`: a module and the arguments of its `main`. Writes the process's id to
+    stdout."""
     if pid := os.fork():
         os.write(1, str(pid).encode())
         os._exit(0)

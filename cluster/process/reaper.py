@@ -39,8 +39,7 @@ class Reaper:
             asyncio.get_running_loop().add_reader(descriptor, self._reap, pid)
 
     def reap_strays(self) -> None:
-        """Zombies that existed at the previous call already, so that their own parent code had time to wait for
-        them."""
+        """Reaps zombies that also existed at the previous call: their own parent code had time to wait for them."""
         zombies = {pid for pid in _children() if pid not in self._watched and _is_zombie(pid)}
         for pid in zombies & self._seen:
             with suppress(ChildProcessError):

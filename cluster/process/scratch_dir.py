@@ -30,7 +30,7 @@ class Scratch:
     """Makes a new folder in `parent`. Folders there whose owners are gone are removed first."""
 
     def __init__(self, parent: Path, shared: str | None = None) -> None:
-        """`shared`: the folder outlives this process while others `share` it; its name, or "" for a new one."""
+        """`shared`: the name of a folder that others may use after this process, or "" for a new one."""
         _sweep(parent)
         self.path = parent / shared if shared else Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self.lock = ""
@@ -84,7 +84,7 @@ def kill_users(folder: Path) -> None:
 
 
 def programs(folder: Path, *, parent: int | None = None) -> Iterator[tuple[int, str]]:
-    """Ids and names of processes that have the folder in their command lines; only children of `parent`, if given."""
+    """Ids and names of processes with the folder in their command lines; with `parent` only its children."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
             command = (entry / "cmdline").read_bytes()

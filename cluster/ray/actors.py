@@ -92,7 +92,7 @@ class NodeActor:
         return link.pid
 
     def _linked(self, name: str) -> RankLink:
-        """Raises Unavailable where an earlier actor of this node had the link."""
+        """Claims the link of a rank. Raises Unavailable if an earlier actor of this node has it."""
         if name not in self._links:
             raise Unavailable("this actor has no link to the rank")
         return self._links[name]
@@ -138,8 +138,8 @@ class RayNodes:
         return tuple(alive[node_id] for node_id in node_ids)
 
     async def leave(self, address: str) -> None:
-        """Ends the actor on a node on which no worker runs: with an actor the node would never be idle for Ray, and its
-        autoscaler would keep it. Never fails."""
+        """Ends the actor on a node without workers: Ray counts a node with an actor as busy, so its autoscaler would
+        keep it. Never fails."""
         import ray
 
         actor = self._actors.pop(address, None)

@@ -74,7 +74,7 @@ class RayDriver:
         return EXIT_RAY_LOST
 
     async def _live(self) -> None:
-        """One Ray, from its start to its loss. Raises Misconfigured if there has never been one at the address; waits
+        """Runs one Ray, from its start to its loss. Raises Misconfigured if there was never one at the address; waits
         for one that was there."""
         while True:
             try:
@@ -125,7 +125,7 @@ class RayDriver:
         self._channel.send(RayAnswer(number=call.number, value=value, error=sent))
 
     async def _end_everything(self) -> None:
-        """The parent of this cluster is gone; its ranks end by themselves, or go on with the next parent."""
+        """Ends Ray after the end of the parent. Ranks end by themselves, or serve the next parent."""
         folder = Path(self._begin.folder)
         if not self._begin.lock:
             await self._machines.stop()

@@ -121,8 +121,8 @@ class DriverProcess:
         self.changed.notify()
 
     async def call(self, method: str, *arguments: Any, kind: type[Result], waits: bool = True) -> Result:
-        """Calls a method of `RayCalls`. Waits until Ray is there, unless not `waits`. Raises the BatonError of the
-        method, or Unavailable if Ray is lost, or without it."""
+        """Calls a method of `RayCalls`. Waits until Ray is up, unless `waits` is False. Raises the method's BatonError,
+        or Unavailable if Ray is lost or not up."""
         if not waits and self.fault:
             raise Unavailable(f"{self.fault}: try again later")
         await self._up.wait()

@@ -44,12 +44,12 @@ class Host(Protocol):
         ...
 
     async def meeting_place(self) -> tuple[str, int]:
-        """An address of this machine that other ranks reach, and a free port."""
+        """An address of this machine that other ranks can reach, and a free port."""
         ...
 
     async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
         """Starts a rank's process, which waits for its spec. `environment`: variables that differ from this machine's.
-        `leader`: the name of the worker's rank 0, if another rank is to end with it, of the same machine; else ""."""
+        `leader`: the name of rank 0, if it is on the same machine and the rank must end with it; else ""."""
         ...
 
     async def order(self, name: str, pid: int, orders: RankSpec) -> RankConnection: ...

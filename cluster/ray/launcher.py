@@ -182,7 +182,7 @@ class RankLauncher:
             raise WorkerLost(f"its ranks did not start within {START_S:g} s") from None
 
     async def _start(self, plan: WorkerPlan, living: LivingWorker, place: WorkerPlace, processes: Processes) -> None:
-        """Adds each process to `processes` before it is started, and each link when it is made."""
+        """Starts the processes. Adds each to `processes` before it is started, and each link when it is made."""
         processes.hosts.update(zip(living.names, place.hosts, strict=True))
         threads = {name: str(plan.num_threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         environments = [

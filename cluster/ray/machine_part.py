@@ -20,8 +20,8 @@ class MachinePart:
 
 
 def parts(configs: Sequence[ClusterConfig], num_cpus: int, gpus: Sequence[str]) -> tuple[MachinePart, ...]:
-    """CPUs in proportion to each fleet's ranks, at least one; to each a GPU for every rank while there are any, in the
-    order of the fleets, and what is left to the first, which may grow."""
+    """Divides the machine: CPUs in proportion to each fleet's ranks, at least one; a GPU for every rank in the order of
+    the fleets, and the rest for the first fleet, which may grow."""
     ranks = [num_ranks(config) for config in configs]
     free, given = list(gpus), []
     for config, count in zip(configs, ranks, strict=True):

@@ -35,8 +35,8 @@ class Places:
         return self._driver.fault
 
     async def keep(self, plans: Sequence[WorkerPlan]) -> None:
-        """Reserves the places of running workers in a Ray that has come up, or warns: they serve either way. Raises
-        Unavailable if that Ray is lost."""
+        """Reserves the places of running workers in a new Ray, or warns: they serve either way. Raises Unavailable if
+        that Ray is lost."""
         for plan in plans:
             share = self._taken.get(plan.worker_id)
             if share is None or plan.worker_id in self._ended:
@@ -89,7 +89,7 @@ class Places:
         return WorkerPlace(hosts=tuple(nodes[address] for address in share.hosts), devices=share.devices)
 
     async def _move(self, worker_id: str, share: TakenShare | None) -> None:
-        """Records the worker's place. Leaves the nodes of the one before on which no other worker is."""
+        """Records the worker's place, and leaves nodes of its former place without other workers."""
         before = self._taken.pop(worker_id, TakenShare())
         self._ended.discard(worker_id)
         if share is not None:

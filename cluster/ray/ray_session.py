@@ -170,7 +170,7 @@ class Machines:
                 task.cancel()
 
     async def _ended_early(self) -> str:
-        """For a private Ray that is starting: Ray's library would wait a minute for a process that has ended."""
+        """Returns early if a private Ray ends while it starts: Ray's library would wait a minute."""
         seen: dict[int, str] = {}
         while True:
             await asyncio.sleep(LOOK_S)
@@ -252,7 +252,8 @@ class Machines:
             raise Unavailable(f"Ray did not start: {error}") from error
 
     def _init(self, options: dict[str, Any]) -> None:
-        """Ray's client port forks a server for each client; now and then the fork hangs, and another one does not."""
+        """Initialises Ray, again if it hangs: Ray's client port forks a server for each client, and sometimes the fork
+        hangs."""
         import ray
 
         for trial in range(1, MAX_TRIALS + 1):

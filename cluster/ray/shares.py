@@ -44,8 +44,8 @@ class RayShares:
             return await self._take(plan)
 
     async def take_devices(self, plan: WorkerPlan, devices: tuple[str, ...], nodes: Sequence[str] = ()) -> bool:
-        """Reserves the GPUs that a worker has already, those of rank r on `nodes[r]`. Returns whether Ray gave exactly
-        these, also to an earlier call. Ray gives any free GPU, so others are held until it has given the right one."""
+        """Reserves the GPUs of a running worker, those of rank r on `nodes[r]`. Returns whether Ray gave exactly these,
+        now or in an earlier call. Ray gives any free GPU, so wrong ones are held until the right one comes."""
         async with self._changing[plan.worker_id]:
             if plan.worker_id in self._shares:
                 return self._shares[plan.worker_id].devices == devices
@@ -103,8 +103,8 @@ class RayShares:
             await self._remove(list(aside.values()))
 
     async def _ready_on_nodes(self, group: Any, bundle: Mapping[str, float]) -> None:
-        """After the loss of a node with a group Ray's head may for ever count as used what is free on the others, or on
-        the node's successor (Ray 2.60): a node that runs a task reports what it has."""
+        """Waits for a placement group. After the loss of a node Ray's head may forever count free resources of the
+        other nodes as used (Ray 2.60): a node that runs a task reports them."""
         waiting = asyncio.ensure_future(_ready(group))
         try:
             while not (await asyncio.wait({waiting}, timeout=REPORT_S))[0]:
@@ -114,7 +114,8 @@ class RayShares:
             waiting.cancel()
 
     async def _let_nodes_report(self, bundle: Mapping[str, float]) -> None:
-        """Asks the nodes that could hold the bundle: the others stay idle, so that an autoscaler can end them."""
+        """Runs a task on nodes that could hold the bundle. Other nodes stay idle, so that an autoscaler can end
+        them."""
         import ray
 
         def on_each_node() -> list[Any]:

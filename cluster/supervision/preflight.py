@@ -31,8 +31,8 @@ _GPUS = Path("/dev")
 def check_feasible(
     config: ClusterConfig, *, free_bytes: Callable[[], int] = free_ram_bytes, devices: Path = _GPUS
 ) -> None:
-    """Raises Misconfigured, which names the setting and a value that would work; BadCheckpoint or UnsupportedModel for
-    a model that cannot be served. Machines of an existing Ray are left to its placement."""
+    """Raises Misconfigured with the setting and a value that works; BadCheckpoint or UnsupportedModel for a model that
+    cannot be served. Machines of an existing Ray are not checked."""
     model = read_served(config.worker.model, config.worker.quantize)
     if not config.pools.colocated and config.pools.prefill == 0:
         log.warning(
@@ -75,8 +75,8 @@ def check_files(config: ClusterConfig) -> None:
 
 
 def check_adapter_names(configs: Sequence[ClusterConfig]) -> None:
-    """Raises Misconfigured for an adapter that has the name or alias of a model of this gateway, or the name of an
-    adapter of another model."""
+    """Raises Misconfigured for an adapter with the name or alias of a model, or with the name of another model's
+    adapter."""
     models = {one.router.model_name: f"the name of the model {one.router.model_name}" for one in configs}
     for one in configs:
         for alias in map(str.strip, one.router.model_aliases.split(",")):

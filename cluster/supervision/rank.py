@@ -241,7 +241,8 @@ def _open_worker(orders: RankSpec, on_progress: Progress) -> WorkerParts:
 
 
 def _roles(parts: WorkerParts) -> dict[WorkerRole, MakeRole]:
-    """The roles of a worker of two pools. A colocated one may free KV that the others exchange, and keeps its role."""
+    """The roles of a worker. A colocated worker keeps its role: its engine may free KV that the other roles
+    exchange."""
     from decode_pool.decode_role import DecodeRole
     from prefill_pool.prefill_role import PrefillRole
     from workers.transfer.transfer_role import TransferRole

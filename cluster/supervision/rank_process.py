@@ -200,8 +200,8 @@ async def run(listening: socket.socket, lock: str, contact_s: float) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """`arguments`: the descriptor of a listening socket; the lock that the cluster holds, or ""; the seconds without
-    contact after which the rank ends, or 0."""
+    """Runs a rank. `arguments`: the descriptor of a listening socket; the lock that the cluster holds, or ""; the
+    seconds without contact after which the rank ends, or 0."""
     import uvloop
 
     descriptor, lock, contact_s = arguments[:3]

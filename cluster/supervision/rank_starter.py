@@ -42,10 +42,10 @@ def start_process(
     contact_s: float,
     inherits: Sequence[int] = (),
 ) -> int:
-    """Starts a process and returns its id. The process ends when no other process locks the file `lock` any more (""
-    for none), or after `contact_s` without contact from a supervisor (0 for never). While it lives it locks NAME.lock,
-    and it gets the descriptors in `inherits`. Blocks for about 50 ms. Raises OSError if the machine cannot start
-    another process."""
+    """Starts a process and returns its id. The process ends when no other process locks the file `lock` ("" for none),
+    or after `contact_s` without contact from a supervisor (0 for never). While it lives it locks NAME.lock, and it gets
+    the descriptors in `inherits`. Blocks for about 50 ms. Raises OSError if the machine cannot start another
+    process."""
     own = os.open(folder / f"{name}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(own, fcntl.LOCK_EX)
     root = str(Path(__file__).resolve().parents[2])

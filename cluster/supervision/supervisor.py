@@ -75,7 +75,7 @@ class WorkerControl(Protocol):
         ...
 
     async def retire(self, address: str) -> None:
-        """Keeps new requests away, and returns when those that had begun have ended."""
+        """Keeps new requests away, and returns when all running ones have ended."""
         ...
 
     async def change_role(self, address: str, role: WorkerRole) -> None:
@@ -201,7 +201,7 @@ class Supervisor:
 
     @property
     def leaving(self) -> tuple[WorkerPlan, ...]:
-        """Plans of workers that are not desired any more, and have not ended."""
+        """Plans of workers that are not desired and have not ended."""
         return tuple(slot.plan for worker_id, slot in self._workers.items() if worker_id not in self._desired)
 
     def serving(self) -> Mapping[str, WorkerInfo]:
@@ -295,8 +295,9 @@ class Supervisor:
         slot.keeping.add_done_callback(note)
 
     async def _let_go(self, worker_id: str, slot: WorkerSlot) -> None:
-        """Returns when another worker serves, so that requests go on while this one drains; at once if none is about
-        to, and after `grace_s` in any case: the other one may wait for this one's share of the machine."""
+        """Returns when another worker serves, so that requests continue while this one drains. Returns at once if none
+        is about to serve, and after `grace_s` in any case, because the other one may need this worker's share of the
+        machine."""
 
         def goes_on() -> bool:
             others = {name: other for name, other in self._workers.items() if other is not slot}
@@ -382,7 +383,7 @@ class Supervisor:
             life = lifecycle.restarted(life, self._clock())
 
     async def _live(self, slot: WorkerSlot, events: AsyncGenerator[Event, None]) -> BatonError | None:
-        """One incarnation, from its launch to its end. Returns its failure, or None if it was requested to stop."""
+        """Runs one incarnation. Returns its failure, or None after a requested stop."""
         serves = asyncio.Event()
         if slot.info is not None:
             serves.set()

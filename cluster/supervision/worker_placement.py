@@ -116,11 +116,11 @@ def replan(
     revision: Revision = FIRST,
     others: Mapping[WorkerRole, int] | None = None,
 ) -> tuple[WorkerPlan, ...]:
-    """Like `plan`, for workers beside those of `kept`, which keep their plans, but for the new role of those in
-    `flips`. Of a pool that shrinks, the workers that came from the other pool are dropped first, then those with the
-    highest numbers. New workers have unused names, use the same device (`device` where none is kept), and share the
-    CPUs that are left, or reserve none. The pools are of workers with this `revision`; of those with others so many
-    stay as `others` says, by role. Raises Misconfigured for a flip between pools of different tensor parallelism."""
+    """Like `plan`, for workers beside `kept` ones, which keep their plans; those in `flips` change roles. Of a pool
+    that shrinks, the workers that came from the other pool are dropped first, then those with the highest numbers. New
+    workers have unused names, use the same device (`device` where none is kept), and share the CPUs that are left, or
+    reserve none. The pools consist of workers with this `revision`; `others` says how many of other revisions stay, by
+    role. Raises Misconfigured for a flip between pools of different tensor parallelism."""
     device = kept[0].device if kept else device or "auto"
     planned = plan(
         pools, nodes, tp=tp, device=device, pool_resources=pool_resources, span_nodes=span_nodes, fleet=fleet,
@@ -183,7 +183,7 @@ def _unused_names(beginning: str, used: Container[str]) -> Iterator[str]:
 
 
 def missing(desired: Mapping[str, WorkerRole], serving: Mapping[str, WorkerRole]) -> list[str]:
-    """A phrase for each worker that keeps the serving workers, by id, from being the desired ones."""
+    """A phrase for each difference between the serving workers and the desired ones."""
     return [
         *(f"{worker_id} to serve" for worker_id in desired if worker_id not in serving),
         *(
@@ -201,7 +201,7 @@ def _share(cpus: float, num_ranks: int) -> float:
 
 
 def why_not_gpus(pools: PoolsConfig, nodes: Sequence[NodeResources], *, tp: int) -> str:
-    """The GPUs that are missing for every rank to have its own; "" if none."""
+    """Describes the GPUs that are missing for each rank to have its own; "" if none are."""
     sizes = _sizes(pools, tp)
     if (num_placed := _num_placed(sizes, nodes)) == len(sizes):
         return ""
@@ -217,7 +217,7 @@ def why_not_gpus(pools: PoolsConfig, nodes: Sequence[NodeResources], *, tp: int)
 
 
 def shared_cpus(plans: Sequence[WorkerPlan], nodes: Sequence[NodeResources]) -> str:
-    """A warning about ranks that have less than a CPU each mean, and what to give instead; "" if there are enough."""
+    """A warning about ranks with less than a CPU each, and what to give instead; "" if there are enough."""
     num_ranks, cpus = sum(one.num_ranks for one in plans), sum(node.cpus for node in nodes)
     most = max(1, int(cpus))
     if num_ranks <= most or plans[0].device != "cpu":

@@ -232,7 +232,7 @@ class InprocSender(_InprocEnd[Sent | LaneLost]):
         return self._lanes[peer]
 
     def _deliver(self, lane: _Lane, parcel: InprocParcel) -> None:
-        """Does nothing for a parcel that was cancelled, or whose lane was lost, while it was under way."""
+        """Delivers a parcel, unless it was cancelled or its lane was lost on the way."""
         with self._exchange._lock:
             now = self._exchange.clock()
             elapsed_s, lane.over_s = now - max(parcel.offered_s, lane.over_s), now
@@ -292,7 +292,7 @@ class InprocReceiver(_InprocEnd[Arrived | LaneLost]):
                 self._pop(chunk)
 
     def drop_source(self, source: str, kept: Collection[Chunk]) -> None:
-        """There is one rank: a chunk that arrived here has arrived everywhere."""
+        """Does nothing: with one rank, a chunk that arrived here has arrived everywhere."""
 
     def busy(self) -> bool:
         return bool(self._events or self._staged)

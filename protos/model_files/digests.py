@@ -48,7 +48,7 @@ def _sampled(path: Path) -> Iterable[bytes]:
 
 
 def _tokenizer(files: ModelFiles) -> str:
-    """The digest of the tokenizer: of a GGUF file that of its header, which has the vocabulary."""
+    """The digest of the tokenizer; of a GGUF file that of its header, which has the vocabulary."""
     if files.path.is_file():
         return files.fingerprint()
     config = dict(files.json("tokenizer_config.json") or {})

@@ -9,8 +9,8 @@ from protos.model_files.tokenizers.special_tokens import named_tokens
 
 
 def end_ids(files: ModelFiles, config: Fields, vocab_size: int) -> tuple[int, ...]:
-    """The ids in generation_config.json and in `config`, and the tokenizer's own `eos_token`, because fine-tuning often
-    changes only one of the three. Raises BadCheckpoint if none of them is in the vocabulary."""
+    """The ids of end tokens: those of generation_config.json, of `config`, and the tokenizer's `eos_token`, because
+    fine-tuning often changes only one of the three. Raises BadCheckpoint if none of them is in the vocabulary."""
     generation = Fields(files.json("generation_config.json") or {}, files.where("generation_config.json"))
     named = (*generation.ids("eos_token_id"), *config.ids("eos_token_id"))
     text = named_tokens(files.json).get("eos_token")

@@ -37,7 +37,7 @@ class Fields:
         return key in self._data and self._data[key] is None
 
     def over(self, defaults: Mapping[str, Any]) -> Fields:
-        """These fields, and `defaults` for those that are absent: null is not."""
+        """These fields, with `defaults` for absent ones. null is not absent."""
         return Fields({**defaults, **self._data}, self.where)
 
     def replaced(self, **values: Any) -> Fields:

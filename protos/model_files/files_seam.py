@@ -38,5 +38,5 @@ class ModelFiles(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Changes when the answers may: of the small files and of the weights' sizes, not of the weights."""
+        """Changes when answers may change: made from the small files and the sizes of weight files."""
         ...

@@ -35,7 +35,7 @@ class FolderFiles:
         return made or (self.path / name).is_file()
 
     def json(self, name: str) -> Mapping[str, Any] | None:
-        """config.json of a model that reads images too is that of its text part."""
+        """Reads a JSON file. config.json of a model that also reads images is that of its text part."""
         content = read_object(self.path / name)
         return text_part(content) if name == "config.json" and content is not None else content
 
@@ -51,14 +51,14 @@ class FolderFiles:
         return None if tokenizer is None else token_id(tokenizer, text)
 
     def weight_files(self) -> list[Path]:
-        """Weight files that are read: others may lie beside them, such as a copy in one file."""
+        """The weight files to read. Others may be beside them, such as a consolidated copy."""
         shards = (read_object(self.path / INDEX) or {}).get("weight_map")
         names = set(shards.values()) if isinstance(shards, dict) else self.unindexed_weights()
         files = sorted(path for name in names if (path := self.path / str(name)).is_file())
         return files or sorted(self.path.glob("*.safetensors"))
 
     def unindexed_weights(self) -> list[str]:
-        """Names of the files with weights where there is no index."""
+        """Names of weight files without an index."""
         if (self.path / SINGLE).exists():
             return [SINGLE]
         return sorted(file.name for pattern in _OTHERS for file in self.path.glob(pattern))

@@ -21,7 +21,7 @@ class HubName:
 
     @classmethod
     def of(cls, text: str) -> HubName | None:
-        """None for a path that exists, or that cannot be a name of the hub."""
+        """Returns None for a path that exists, or that cannot be a hub's name."""
         match = _NAME.fullmatch(text)
         if match is None or Path(text).exists() or match[1].lower().endswith(".gguf"):
             return None

@@ -30,8 +30,8 @@ def open_model(path: str | Path) -> ModelFiles:
 
 
 def model_name(path: str | Path) -> str:
-    """The name of a model that was given none: its folder's or its GGUF file's. In Hugging Face's cache, where folders
-    are models--Acme--Tiny/snapshots/HASH and files are links to blobs/HASH, a folder has the repository's name."""
+    """The name of a model without one: its folder's or GGUF file's; in Hugging Face's cache
+    (models--Acme--Tiny/snapshots/HASH) the repository's."""
     if (named := HubName.of(str(path))) is not None:
         return named.model
     place = Path(path).resolve()
@@ -43,7 +43,7 @@ def model_name(path: str | Path) -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """By name, or by its first bytes: programs that download models may name them by their hash."""
+    """Whether it is a GGUF file, by name or by its first bytes: download programs may name files by their hash."""
     if path.suffix.lower() == ".gguf":
         return True
     try:

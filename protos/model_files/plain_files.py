@@ -16,8 +16,8 @@ MAX_BYTES = 2**27
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Opens a file of a checkpoint, which is a stranger's: a device would never end, a FIFO would never begin. Raises
-    OSError, and BadCheckpoint for what is no plain file."""
+    """Opens a plain file of a checkpoint. A stranger's device would never end, a FIFO never begin. Raises OSError, and
+    BadCheckpoint for anything but a plain file."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -26,7 +26,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The content of a plain file. Raises OSError, and BadCheckpoint for another one or more than `most` bytes."""
+    """The content of a plain file of at most `most` bytes. Raises OSError, and BadCheckpoint for other files."""
     with open_plain(path) as file:
         if len(content := file.read(most + 1)) > most:
             raise BadCheckpoint(f"{path} has more than {most:,} bytes, which no such file has: put the right one there")
@@ -34,7 +34,7 @@ def read_plain(path: Path, most: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: Path) -> str | None:
-    """None where there is no such file. Raises BadCheckpoint."""
+    """The text; None without the file. Raises BadCheckpoint."""
     try:
         return read_plain(path).decode()
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_object(path: Path, most: int = MAX_BYTES) -> dict[str, Any] | None:
-    """The JSON object in a file, None where there is no file. Raises BadCheckpoint when it is damaged."""
+    """The JSON object in a file; None without the file. Raises BadCheckpoint when it is damaged."""
     try:
         data = json.loads(read_plain(path, most).decode())
     except FileNotFoundError:

@@ -33,8 +33,8 @@ def adapter(
     url: GatewayUrl = DEFAULT_URL,
     api_key: AdminKey = "",
 ) -> None:
-    """Load, unload or list the LoRA adapters of a running cluster. A loaded one is a model of every API at once;
-    requests of one that is unloaded run to their end."""
+    """Load, unload or list the LoRA adapters of a running cluster. A loaded adapter is a model of every API at once;
+    requests of an unloaded one run to their end."""
     _check_arguments(verb, name, path)
     with open_client(url, api_key) as client:
         client.timeout = httpx.Timeout(_LOAD_TIMEOUT_S)

@@ -132,7 +132,7 @@ def _incarnation(worker: Worker) -> int:
 
 
 def _moved(load: Mapping[str, Any]) -> str:
-    """The number of migrated requests in the worker's last report; nothing if it reported running requests, as their
+    """The number of migrated requests in the worker's last report; "" if requests were still running, because their
     outcome is unknown."""
     is_last = not load["num_running"] + load["num_waiting"]
     return f": {load['num_moved']} moved on" if is_last and load["num_moved"] else ""
@@ -145,7 +145,7 @@ def _progress(worker: Worker) -> str:
 
 
 def printer() -> Callable[[str], None]:
-    """On a terminal one line that changes, else a line for each change."""
+    """Prints one changing line on a terminal, else a line for each change."""
     shown = ""
     on_terminal = sys.stdout.isatty()
 

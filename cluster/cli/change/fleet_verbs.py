@@ -75,8 +75,8 @@ def roll(
     timeout_s: Timeout = 3600.0,
     api_key: AdminKey = "",
 ) -> None:
-    """Replace the workers of a running cluster by others with another model or other settings, some at a time, and wait
-    until all are. Every answer is wholly of the old or of the new ones."""
+    """Replace the workers of a running cluster by workers with another model or other settings, some at a time, and
+    wait until all are replaced. Every answer is wholly of the old or of the new workers."""
     if abort and (model or settings):
         raise Misconfigured("--abort and --model or --set are both given: give one", param="abort")
     if not (abort or model or settings):

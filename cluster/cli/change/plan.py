@@ -84,7 +84,7 @@ def settings_for(
     window_s: float,
     devices: Mapping[WorkerRole, int],
 ) -> PlannerSettings:
-    """The settings of the command line, else of the cluster's planner. Raises Misconfigured where there is neither."""
+    """Returns the settings of the command line, else of the cluster's planner. Raises Misconfigured without either."""
     planner, desired = report.planner, report.desired.counts
     of_planner = {name: getattr(planner, name) for name in given} if planner is not None else {"attainment": 0.95}
     chosen = {name: of_planner.get(name) if value is None else value for name, value in given.items()}

@@ -125,7 +125,7 @@ class Scene:
         return replace(self, load=load, sessions=generated_at_rate(self.scenario.workload.name, load))
 
     def offered(self, config: SimulationConfig) -> Mapping[WorkerRole, float]:
-        """The share of its capacity that a generated load asks of each pool at least; empty for a trace and with
+        """The least share of its capacity that a generated load needs of each pool; empty for a trace and with
         faults."""
         if self.load is None or self._is_troubled:
             return {}

@@ -109,7 +109,8 @@ class Roofline:
         return fitted.decode_fixed_s * layers, fitted.row_s * heads * layers, read_s * layers
 
     def _make_prefill_s(self) -> tuple[float, float, float, float]:
-        """Times in all layers: constant, per token, per pair of a token and one it attends to, per KV position read."""
+        """Times in all layers: constant, per token, per pair of a token and a position that it attends to, per KV
+        position read."""
         model, layers, latent = self.model, self.model.layers, self.model.latent
         heads = model.heads / self.tp
         fitted = self._kernels.attention if latent is None else self._kernels.latent
@@ -190,7 +191,7 @@ class Roofline:
         return 0 if experts is None else self.model.layers - experts.num_dense_layers
 
     def experts_s(self, num_tokens: float) -> float:
-        """Seconds of the routed experts. With whole experts on GPUs the one whose experts are chosen most decides."""
+        """Seconds of the routed experts. With whole experts on GPUs the busiest GPU decides."""
         model = self.model
         if (experts := model.experts) is None:
             return 0.0

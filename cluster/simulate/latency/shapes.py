@@ -165,12 +165,12 @@ class ModelShape:
         return self.kv_bytes * max(1.0, tp / self.kv_heads)
 
     def stored_bytes(self, tp: int, block_size: int) -> float:
-        """Bytes of a block on all `tp` ranks, with what smaller groups of layers leave empty."""
+        """Bytes of a block on all `tp` ranks, including the empty room of smaller groups of layers."""
         layout = self.layout(block_size)
         return self.kept_bytes(tp) * block_size * layout.stored_bytes / layout.block_bytes
 
     def held_bytes(self, tp: int) -> float:
-        """Bytes of weights on all `tp` GPUs, if each has as much as the one with the most."""
+        """Bytes of weights on all `tp` GPUs, as if each had as many as the fullest one."""
         others = self.params - self.expert_params
         uneven = 1.0
         if self.experts is not None and self.whole_experts:

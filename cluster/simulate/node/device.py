@@ -235,7 +235,7 @@ class Device:
     def _decode_groups(
         self, row: Row, token_id: int, num_steps: int, total: int, base: int, stride: int
     ) -> tuple[int, ...]:
-        """Does the same for several groups: `total` has `base` in it, to which each step adds `stride`."""
+        """Decodes several groups in the same way: `total` includes `base`, to which each step adds `stride`."""
         start, _ = self._totals[row.request_id]
         tokens, added = list[int](), list[int]()
         for position in range(start, start + num_steps):

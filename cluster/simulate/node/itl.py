@@ -29,7 +29,7 @@ class Gaps:
         self._attempts[job] = ""
 
     def made(self, request_ids: Sequence[str], ends_s: Sequence[float]) -> None:
-        """Each of these steps produced a token of each request."""
+        """Records that each of these steps produced a token of each request."""
         first_s, last_s = ends_s[0], self._last_s
         befores_s = [last_s.get(request_id) for request_id in request_ids]
         last_s.update(dict.fromkeys(request_ids, ends_s[-1]))

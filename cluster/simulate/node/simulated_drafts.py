@@ -174,7 +174,7 @@ def verified_row(row: Row, first: int, total: int, *, weight: int, vocab_size: i
 
 
 def kv_term(token_id: int, position: int) -> int:
-    """The term of a position in the sum that the toy model's tokens are made of."""
+    """The term of a position in the sum that determines the toy model's tokens."""
     return (position + 1) * ((token_id + 1) * 7919 + position) % MODULUS
 
 

@@ -342,7 +342,7 @@ class SimulatedWorker:
         return DecodeRole(self._transfers, pool, spec.layout, spec.decode)
 
     def _quiet_until(self) -> float:
-        """Returns the end of the first lease if the worker only waits for KV. A transfer needs every turn, and so does
+        """Returns the end of the first lease if the worker only waits for KV. Transfers need every turn, and so does
         the turn after a ticket's end, which publishes it."""
         role = self.role
         if role.outgoing.busy() or role.incoming.has_failures() or self._transfers.is_moving():  # lanes keep it busy

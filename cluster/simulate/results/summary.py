@@ -102,13 +102,13 @@ class Summary:
 
     @property
     def busiest(self) -> PoolSummary | None:
-        """The pool that is offered the largest share of what it can do."""
+        """The pool with the largest share of its capacity in use."""
         pools = [pool for pool in self.pools if pool.offered]
         return max(pools, key=lambda pool: pool.offered or 0.0, default=None)
 
     @property
     def num_wanted(self) -> int:
-        """The requests after which an endless load has steady figures; 0 if it has had them."""
+        """The requests after which an endless load has steady figures; 0 if it is steady."""
         if not self.is_endless or self.faults or self.overloaded is not None:
             return 0
         num_requests = self.report.num_requests

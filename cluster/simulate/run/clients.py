@@ -211,8 +211,8 @@ class Clients:
         assert num_logprobs == num_due, f"{job.request_id} has {num_logprobs} logprobs of its prompt, not {num_due}"
 
     def _check_cached(self, gateway: SimulatedGateway, job: Job, num_cached: int) -> None:
-        """The reported cached tokens are at most those that the tenant's earlier requests share with the prompt, and,
-        unless an attempt failed, exactly those that the worker did not compute."""
+        """Checks that reported cached tokens are at most those shared with the tenant's earlier requests and, unless an
+        attempt failed, exactly those that the worker did not compute."""
         if self._prefixes is None:
             return
         most = self._prefixes.num_shared(job)
@@ -272,7 +272,7 @@ class Prefixes:
         self._num_holders.update(chain_hashes(rest, size, salt=job.cache_salt, parent=parent))
 
     def num_shared(self, job: Job) -> int:
-        """The prompt tokens that another request of its tenant begins with, in full blocks."""
+        """The prompt tokens, in full blocks, with which another request of the tenant begins."""
         shared = takewhile(lambda block_hash: self._num_holders[block_hash] > 1, job.hashes(self._block_size))
         return self._block_size * sum(1 for _ in shared)
 

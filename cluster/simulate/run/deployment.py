@@ -87,7 +87,7 @@ class SimulatedGateway:
 
     @asynccontextmanager
     async def traced(self, job: Job) -> AsyncIterator[None]:
-        """Keeps the request's trace from its arrival to its end, however it ends."""
+        """Keeps the request's trace open until it ends, however that is."""
         self.records.open([job])
         error: BaseException | None = None
         try:
@@ -163,7 +163,7 @@ class SimulatedDeployment:
         revision: Revision | None = None,
         kept: Mapping[WorkerRole, int] | None = None,
     ) -> Awaitable[None]:
-        """The machines hold any number of workers, of one revision."""
+        """Begins a fleet of any size: the simulated machines hold any number of workers of one revision."""
         assert self._supervisor is not None
         assert revision is None
         pools = replace(self.config.pools, prefill_tp=None, decode_tp=None).with_counts(counts)
@@ -206,7 +206,7 @@ class SimulatedDeployment:
             worker.turns.flush()
 
     def assert_no_faults(self) -> None:
-        """Asserts that loops which survive internal errors have met none."""
+        """Asserts that loops that survive internal errors have met none."""
         num_faults = self._supervisor.num_faults if self._supervisor is not None else 0
         assert num_faults == 0, "the supervisor met a fault of our own: see its log"
         for gateway in self.gateways:

@@ -20,7 +20,8 @@ FREE, HEADS = ("ngram", "suffix"), ("eagle", "mtp")
 def drafter_of(
     worker: WorkerConfig, acceptance: Sequence[float], shape: ModelShape, step_times: Callable[[ModelShape], Latency]
 ) -> SimulatedDrafter | None:
-    """None if the worker does not speculate. `step_times`: of other models on its GPUs. Raises Misconfigured."""
+    """Returns None if the worker does not speculate. `step_times`: those of other models on its GPUs. Raises
+    Misconfigured."""
     mode = SpeculateMode.of(worker.speculate)
     if (mode.kind == OFF) == bool(acceptance):
         raise Misconfigured(

@@ -297,8 +297,8 @@ def run(made: SoakTrial, *, write: Callable[[str], object] | None = None) -> Sim
 
 
 def _hurts(fault: Fault, failure: Failure) -> bool:
-    """Effects of a fault end when leases have ended and a lost worker is back. A slow lane keeps its card busy for an
-    unknown time after it is given up."""
+    """Whether a fault explains the failure. Its effects end when leases have ended and a lost worker is back; a slow
+    lane keeps its card busy for an unknown time after it is given up."""
     if failure.at_s < fault.at_s:
         return False
     if fault.kind is Kind.GATEWAY_RESTART:
@@ -389,7 +389,8 @@ def _host(rng: random.Random) -> dict[str, Any]:
 
 
 def _layout(dense: KVLayout, rng: random.Random) -> KVLayout:
-    """Half of the clusters keep keys and values of all positions; the others have windows or latents."""
+    """Draws a layout: half of the clusters keep keys and values of all positions; the others have windows or
+    latents."""
     windows: tuple[int | None, ...] = rng.choice(((), (), (), (), (24, None), (100, 20, None), (40,), LATENTS))
     if windows == LATENTS:
         return KVLayout.latent(num_layers=8, width=576, dtype="bfloat16", block_size=dense.block_size)

@@ -132,7 +132,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def call_first(self, when: float, callback: Callable[[], object]) -> Timer:
-        """Schedules a timer before all others of its instant, whose order does not depend on it."""
+        """Schedules a timer before all others of the same instant, without changing their order."""
         timer = Timer(when, callback, (), self, None)
         self._num_timers += 1
         heapq.heappush(self._timers, (when, self._num_timers - _FIRST, timer))
@@ -161,7 +161,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise RuntimeError("Event loop is closed")
 
     def one_was_cancelled(self) -> None:
-        """Most timers are timeouts that were not needed: they are removed once they are half of the heap."""
+        """Counts a cancelled timer. Most timers are unused timeouts: they are removed once they are half of the
+        heap."""
         self._num_cancelled += 1
         if self._num_cancelled > 64 and self._num_cancelled * 2 > len(self._timers):
             self._timers = [entry for entry in self._timers if not entry[2].is_cancelled]

@@ -22,7 +22,7 @@ class SimulationLog:
         self._before: list[tuple[float, str]] = []
 
     def begin(self) -> None:
-        """Also writes the lines of a run that ended before its load began."""
+        """Begins the log, even of a run that ended before its load began."""
         self._start_s = self._loop.time()
         for at_s, text in self._before:
             self._put(at_s - self._start_s, text)

@@ -48,7 +48,7 @@ class Server:
         }
 
     def disconnect(self) -> None:
-        """The server keeps its data, except leases that end meanwhile."""
+        """Disconnects clients. The server keeps its data, except leases that end meanwhile."""
         self.reachable = False
         self._wake()
 

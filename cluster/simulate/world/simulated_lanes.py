@@ -69,7 +69,7 @@ class Lanes:
         self.exchange.cut(source, destination, "the wire was cut")
 
     def _carry(self, parcel: InprocParcel, deliver: Callable[[], None]) -> None:
-        """Parcels of a lane arrive in order: the cards take them one after the other."""
+        """Carries a parcel. Parcels of a lane arrive in order: the cards take them one by one."""
         pair = (_worker(parcel.source), _worker(parcel.destination))
         condition = self._conditions.get(pair)
         took_s = parcel.num_bytes / self._cards.rate_between(*pair) * (1.0 if condition is None else condition.slowness)

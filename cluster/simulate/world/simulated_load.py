@@ -155,7 +155,7 @@ def conversations(load: GeneratedLoad, *, num_turns: int = 5, pause_s: float = 8
 def agents(
     load: GeneratedLoad, *, num_systems: int = 8, system_tokens: int = 4096, num_turns: int = 4
 ) -> list[UserSession]:
-    """Each of a few kinds of agents has its own long system prompt. Tools answer within a second."""
+    """Sessions of a few kinds of agents, each with its own long system prompt. Tools answer within a second."""
     rng = random.Random(f"{load.seed} agents")
     due = arrivals(load.rate / num_turns, steady, rng)
     sessions = []

@@ -95,7 +95,7 @@ class Lane:
         self.still_wanted()
 
     def start(self, works: Sequence[Callable[[LaneWire], None]], *, lost: Lost, over: Over) -> None:
-        """Calls each of `works` again and again, on a thread of its own, as it does the other two."""
+        """Calls each of `works` repeatedly, on a thread of its own, and then the other two."""
         self._thread = self._make_thread(self._run, works, lost, over)
         self._thread.start()
 
@@ -110,7 +110,7 @@ class Lane:
         self._progress_s = time.monotonic()
 
     def idles(self) -> bool:
-        """True if it has been idle for so long that it should be closed, unless it is needed."""
+        """Whether it has been idle for long enough to be closed, unless it is needed."""
         return time.monotonic() - self._progress_s > self._config.idle_timeout_s
 
     def abort(self) -> None:
@@ -124,7 +124,7 @@ class Lane:
 
     @property
     def aborted(self) -> bool:
-        """True if the wire has been aborted, so that its threads should end."""
+        """Whether the wire has been aborted, so that its threads should end."""
         return self._aborted_s is not None
 
     def close_idle(self) -> None:
@@ -182,7 +182,7 @@ class Lane:
                 return
 
     def _live(self, works: Sequence[Callable[[LaneWire], None]]) -> Exception | None:
-        """One life of the wire, from the meeting to its end. Returns the error, or None after an intended end."""
+        """Runs the wire once, from the meeting to its end. Returns the error, or None after an intended end."""
         reasons: list[Exception] = []
         wire = self._meet(reasons)
         if wire is not None:
@@ -252,7 +252,7 @@ class Lane:
         self._deadline_s = time.monotonic() + self._config.connect_timeout_s
 
     def _may_try_again(self) -> bool:
-        """A peer that does not answer may do so later; if its rendezvous server is closed it has ended."""
+        """Whether another try may succeed: the peer did not answer, but its rendezvous server is open."""
         return not self.closing.wait(_RETRY_S) and time.monotonic() < self._deadline_s
 
     def _make_thread(self, target: Callable[..., None], *args: object) -> threading.Thread:

@@ -262,7 +262,7 @@ class Rendezvous:
             raise WireBroken("another rank closed this lane while it was opened")
 
     def moved_on(self) -> bool:
-        """True if a rank of this lane has left it. Raises WireBroken if the destination's rendezvous server is gone."""
+        """Whether a rank of this lane has left it. Raises WireBroken if the destination's rendezvous server is gone."""
         assert self._store is not None
         return self._read_epoch(self._store) != self._epoch
 
@@ -300,7 +300,7 @@ def _broken(what: str, error: Exception) -> WireBroken:
 
 
 def _first_line(error: Exception) -> str:
-    """gloo and c10d put a stack trace, or a path of their build machine, around what matters."""
+    """The first telling line of an error: gloo and c10d add stack traces and paths of their build machine."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return line.rpartition("] ")[2] if line.startswith("[") else line
 

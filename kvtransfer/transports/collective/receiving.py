@@ -112,7 +112,7 @@ class Inbox:
             self._wake()
 
     def _parcel(self, chunk: Chunk, stream: int) -> IncomingPayload:
-        """The oldest one of the chunk that this stream has not begun with: the same chunk may be sent twice."""
+        """The oldest payload of the chunk that this stream has not begun: the same chunk may be sent twice."""
         with self._changed:
             incoming = self._coming.setdefault(chunk, deque())
             for parcel in incoming:
@@ -134,7 +134,7 @@ class Inbox:
             raise WireBroken(f"{self.lane.peer} announced {header.num_bytes} bytes for blocks of {allowed}")
 
     def _piece(self, parcel: IncomingPayload, header: Header, stream: int) -> torch.Tensor:
-        """Where the stream's piece belongs. The first stream of a payload waits for room for all of it; one payload
+        """The place of the stream's piece. The first stream of a payload waits for room for all of it; one payload
         always has room."""
         per_head = header.num_elements // self._heads[stream]
         with self._changed:

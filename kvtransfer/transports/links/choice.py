@@ -106,7 +106,7 @@ def _receive_side(meeting: Meeting, why_not: str) -> dict[int, ShmLink]:
 
 
 def _send_side(meeting: Meeting, why_not: str) -> dict[int, ShmLink]:
-    """Knocks at all doors before it waits behind one: no rank ever waits for another in a circle."""
+    """Greets all peers before it waits for any, so that no ranks wait for each other in a circle."""
     store, epoch = meeting.store, meeting.epoch
     connections = {}
     links: dict[int, ShmLink] = {}

@@ -37,7 +37,8 @@ class _Mapped:
 
 
 def shared(device: str, num_bytes: int) -> tuple[torch.Tensor, bytes, int]:
-    """Zeros, their handle, and the end of a pipe that the other process must be given with it; close it here then."""
+    """Returns zeros, their handle, and the end of a pipe. The other process needs the pipe with the handle; close it
+    here after that."""
     address, handle = ctypes.c_uint64(), _Handle()
     _call(device, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(-(-num_bytes // _GRANULE) * _GRANULE))
     reading, writing = os.pipe()

@@ -41,8 +41,8 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
         payloads = nccl = open_nccl(meeting, options._timeout)
 
     def abort() -> None:
-        """gloo has no abort, but an operation that times out closes its context's connections, which ends every wait on
-        them at both ends."""
+        """Times out an operation, which closes the context's connections and ends every wait on them at both ends: gloo
+        has no abort."""
         if nccl is not None:
             nccl.abort()
         for rank in meeting.at.peer_ranks:

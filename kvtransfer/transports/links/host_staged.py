@@ -31,8 +31,7 @@ def nccl_card(device: str) -> str:
 
 
 def why_no_nccl(cards: Sequence[str]) -> str:
-    """The reason why NCCL cannot connect the cards of a lane's ranks; "" if it can. It refuses two ranks on one
-    card."""
+    """Why NCCL cannot connect the cards of a lane's ranks; "" if it can. It refuses two ranks on one card."""
     for rank, card in enumerate(cards):
         if card.startswith("!"):
             return f"rank {rank}: {card[1:]}"
@@ -82,7 +81,7 @@ class HostStaged:
 
 
 def _mark(part_B: torch.Tensor) -> Any:
-    """After what is queued now on the stream that copies; None where copies are done when they return."""
+    """An event after the work queued on the copying stream; None if copies are done when they return."""
     if not part_B.is_cuda:
         return None
     copied = _cuda.Event()

@@ -37,14 +37,14 @@ _backends: Any = distributed  # a CPU build of torch has no class for NCCL
 
 
 def keep_no_watchdog() -> None:
-    """For groups that this process makes from now on. Call it before its threads start, and after the group of a
-    worker's own ranks has been made: that group must end the process when a rank dies, and waits on streams only."""
+    """Turns the watchdog off for groups that this process makes later. Call it before its threads start, and after the
+    worker's own group of ranks is made: that group must end the process when a rank dies, and waits on streams only."""
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
 
 
 def open_nccl(meeting: Meeting, timeout: timedelta) -> NcclGroup:
-    """All ranks of the lane call it at the same time. Each has greeted its peers when it returns: NCCL makes a
-    communicator for two ranks with the first thing that goes from one to the other. Raises RuntimeError or OSError."""
+    """Opens a group; all ranks of the lane call it at the same time. Each greets its peers, because NCCL makes a
+    communicator at the first message between two ranks. Raises RuntimeError or OSError."""
     options = _backends.ProcessGroupNCCL.Options()
     options._timeout = timeout
     at, store, epoch = meeting.at, meeting.store, meeting.epoch

@@ -151,7 +151,7 @@ class ShmLink:
             self.write(_FREED, timeout_s)
 
     def show(self, timeout_s: float) -> None:
-        """The destination's part of the proof: hands the ring over and looks what the source does to it."""
+        """Proves the ring as the destination: sends it over and checks the source's change."""
         number = secrets.token_bytes(TOKEN_BYTES)
         number_B = self._ring.slot(0, TOKEN_BYTES)
         number_B.copy_(torch.frombuffer(bytearray(number), dtype=torch.uint8))
@@ -315,7 +315,7 @@ def close_all(ends: Iterable[ShmLink | socket.socket]) -> None:
 
 
 def connect(notice: bytes, rank: int) -> socket.socket:
-    """Goes to a destination's listener. Raises OSError where there is no such door: on another host, most often."""
+    """Connects to a destination's listener. Raises OSError if it cannot be reached, mostly from another host."""
     connection = _socket()
     try:
         connection.connect(_abstract(notice[:TOKEN_BYTES]))

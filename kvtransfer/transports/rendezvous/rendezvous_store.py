@@ -140,8 +140,7 @@ class RendezvousServer:
         self._selector.register(client, selectors.EVENT_READ)
 
     def _examine(self, stranger: socket.socket) -> None:
-        """Makes a connection that has the key a client. A client sends its claim in one piece: a shorter one is
-        refused."""
+        """Makes a connection with the key a client. A client sends its claim in one piece; a shorter one is refused."""
         nonce = self._strangers.get(stranger)
         if nonce is None:
             return  # it was dismissed in this very turn

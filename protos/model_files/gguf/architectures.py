@@ -61,8 +61,7 @@ _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def _windows(facts: GGUFFacts, pattern: int) -> Config:
-    """Each `pattern`-th layer sees everything, the others have the window; the file may list the layers, or give
-    another number."""
+    """Reads windows: each `pattern`-th layer has none. The file may list the layers, or give another number."""
     window = facts.own.integer_or(WINDOW, 0, minimum=0)
     given, layers = facts.own.raw(PATTERN), range(facts.num_layers)
     if window == 0:
@@ -114,7 +113,7 @@ def _gemma2(facts: GGUFFacts) -> Config:
 
 
 def _gemma3(facts: GGUFFacts) -> Config:
-    """Layers with a window have a rope of their own, which is not scaled."""
+    """Reads Gemma 3: layers with a window have their own, unscaled rope."""
     local = {"rope_type": "default", "rope_theta": facts.own.number_or("rope.freq_base_swa", 10_000.0)}
     ropes = {"full_attention": facts.rope, "sliding_attention": local}
     scalar = _gemma_scalar(facts, 62)
@@ -150,7 +149,8 @@ def _ernie4_5(facts: GGUFFacts) -> Config:
 
 
 def _gemma_scalar(facts: GGUFFacts, largest: int) -> float:
-    """No key has it: llama.cpp knows the 27B models, whose heads are not what the scale counts, by their layers."""
+    """Returns the scale of queries, for which there is no key: llama.cpp recognises the 27B models, whose scale does
+    not follow the head size, by their number of layers."""
     return facts.hidden_size / facts.num_heads if facts.num_layers == largest else facts.head_dim
 
 
@@ -232,7 +232,7 @@ def _sigmoid_experts(facts: GGUFFacts) -> Config:
 
 
 def _gate(facts: GGUFFacts, served: tuple[int, ...]) -> int:
-    """Files of before 2025 do not name it: those of V3 have a correction of its scores."""
+    """Returns the gate's kind. Files before 2025 do not name it; V3's have a correction of scores."""
     key = "expert_gating_func"
     gate = facts.own.integer_or(key, 0, minimum=0)
     gate = gate or (_SIGMOID if any("exp_probs_b" in name for name in facts.tensors) else _SOFTMAX)
@@ -261,8 +261,8 @@ _UNWRITTEN_GROUPS = {160: (8, 3), 256: (8, 4)}
 
 
 def _deepseek2(facts: GGUFFacts) -> Config:
-    """V2's scores are a softmax, V3's sigmoids, as those of Kimi K2 and GLM-4.7-Flash are. Sizes of a head stand in the
-    keys with `_mla` where the file has its latent cut into heads, else in those without."""
+    """Reads DeepSeek: V2's scores are a softmax, those of V3, Kimi K2 and GLM-4.7-Flash sigmoids. Head sizes have keys
+    with `_mla` if the file's latent is cut into heads."""
     own, rope_dim = facts.own, facts.own.integer("rope.dimension_count")
     by_sigmoid = _gate(facts, (_SOFTMAX, _SIGMOID)) == _SIGMOID
     found = _sigmoid_experts(facts)

@@ -99,7 +99,8 @@ class _Header:
         self.tensors = list(self._placed(tensors, data_start, alignment))
 
     def _placed(self, tensors: list[GGUFTensor], data_start: int, alignment: int) -> Iterator[GGUFTensor]:
-        """With offsets from the file's start, in the order of the file. None overlaps another or passes the end."""
+        """The tensors with offsets from the file's start, in the file's order. None overlaps another or passes the
+        end."""
         last, end = "the header", data_start
         for tensor in sorted(tensors, key=lambda tensor: tensor.start):
             start = data_start + tensor.start

@@ -78,7 +78,7 @@ class GGUFVocabulary:
         return TokenTable(texts=self.texts, types=self.types, where=f"{self.fields.where}.merges")
 
     def id_of(self, role: str) -> int | None:
-        """The id of "bos", "eos", ...; None where the file names none, or one beyond the vocabulary."""
+        """The id of "bos", "eos", ...; None if the file names none, or one outside the vocabulary."""
         found = self.fields.integer_or(f"{role}_token_id", None, minimum=0)
         return found if found is not None and found < len(self.texts) else None
 

@@ -38,10 +38,8 @@ _KIMI_RESERVED = 256  # numbers behind the words, named or not
 def vocab_tokenizer(
     vocab: Mapping[str, Any], merges: str, config: Mapping[str, Any], added: Mapping[str, Any], where: str
 ) -> str:
-    """tokenizer.json of vocab.json and merges.txt. How text is split is that of the class in tokenizer_config.json.
-
-    Raises UnsupportedModel for another class, BadCheckpoint for files that contradict each other.
-    """
+    """tokenizer.json of vocab.json and merges.txt. The class in tokenizer_config.json decides how text is split. Raises
+    UnsupportedModel for an unknown class, BadCheckpoint for files that contradict each other."""
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
     if name not in _SPLITS:
         raise UnsupportedModel(
@@ -64,7 +62,7 @@ def vocab_tokenizer(
 
 
 def tekken_tokenizer(tekken: Mapping[str, Any], where: str) -> str:
-    """tokenizer.json of tekken.json: tokens by rank, behind the special ones; merges by the rank of what they make."""
+    """tokenizer.json of tekken.json: special tokens, then tokens by rank; merges by the rank of their result."""
     try:
         sizes = tekken["config"]
         num_special, size = int(sizes["default_num_special_tokens"]), int(sizes["default_vocab_size"])
@@ -87,9 +85,8 @@ def tekken_tokenizer(tekken: Mapping[str, Any], where: str) -> str:
 
 
 def tiktoken_tokenizer(content: str, config: Mapping[str, Any], where: str) -> str:
-    """tokenizer.json of tiktoken.model, a word and its rank in each line, as Kimi's models are published with it.
-
-    Raises UnsupportedModel for another model's, whose pattern is in its code, BadCheckpoint for a damaged file."""
+    """tokenizer.json of Kimi's tiktoken.model, with a word and its rank in each line. Raises UnsupportedModel for other
+    models, whose pattern is in their code, BadCheckpoint for a damaged file."""
     if config.get("tokenizer_class") != "TikTokenTokenizer":
         raise UnsupportedModel(
             f"{where}: tokenizer_class in tokenizer_config.json is {config.get('tokenizer_class')!r}: of "

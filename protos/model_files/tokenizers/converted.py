@@ -19,7 +19,7 @@ def has_other_tokenizer(folder: Path) -> bool:
 
 
 def other_tokenizer(folder: Path, read: Read) -> str | None:
-    """None where the folder has none of `OTHERS`. Raises BadCheckpoint or UnsupportedModel."""
+    """Returns None if the folder has none of `OTHERS`. Raises BadCheckpoint or UnsupportedModel."""
     if not has_other_tokenizer(folder):
         return None
     config, added = read("tokenizer_config.json") or {}, read("added_tokens.json") or {}

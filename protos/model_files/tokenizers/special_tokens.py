@@ -49,15 +49,15 @@ def named_tokens(read: Read) -> dict[str, str]:
 
 
 def token_id(tokenizer: str, text: str) -> int | None:
-    """The id of a token by its text in a tokenizer.json; None where it has no such token."""
+    """The id of a token by its text; None if tokenizer.json lacks it."""
     stored = _read(tokenizer)
     return stored.ids().get(text) if stored is not None else None
 
 
 def with_named(tokenizer: str, read: Read, where: str) -> str:
-    """The tokenizer.json with the tokens that only other files name, numbered as transformers does: a word keeps its
-    number, and new tokens follow one another. Tokens beyond config.json's `vocab_size` have no embedding and are left
-    out. Raises BadCheckpoint where a file numbers a token otherwise."""
+    """tokenizer.json with tokens that only other files have, numbered as transformers does: a word keeps its number,
+    and new tokens follow one another. Tokens beyond config.json's `vocab_size` have no embedding and are left out.
+    Raises BadCheckpoint where a file numbers a token otherwise."""
     stored = _read(tokenizer)
     if stored is None:
         return tokenizer

@@ -26,7 +26,7 @@ class TokenTable:
     where: str
 
     def find(self, named: object) -> int | None:
-        """The id of a token by its text, or by the entry of tokenizer_config.json that has it."""
+        """The id of a token by its text, or by its entry of tokenizer_config.json."""
         text = text_of(named)
         return self.texts.index(text) if text is not None and text in self.texts else None
 
@@ -149,8 +149,8 @@ def sentencepiece_parts(
     byte_fallback: bool = True,
     unigram: bool = False,
 ) -> Parts:
-    """SentencePiece's BPE, which joins by the score of the whole, or its unigram model. `adds_space` before a text, and
-    before each part of it behind a special token unless `first_only`."""
+    """SentencePiece's BPE, which joins by the score of the result, or its unigram model. `adds_space` puts a space
+    before a text, and before each part after a special token unless `first_only`."""
     spaces = [{"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
     prefix = [{"type": "Prepend", "prepend": "▁"}] if adds_space and not first_only else []
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
@@ -183,8 +183,8 @@ def _added(tokens: TokenTable) -> Iterator[dict[str, Any]]:
 
 
 def _words(tokens: TokenTable) -> dict[str, int]:
-    """All tokens but those at the end that no text becomes by itself: added tokens are numbered after the words, and
-    unused ones pad the embedding to a round number of rows."""
+    """Words: all tokens but special ones at the end. Added tokens are numbered after the words, and unused ones pad the
+    embedding."""
     size = len(tokens.texts)
     while size and tokens.types[size - 1] in (CONTROL, USER, UNUSED):
         size -= 1
@@ -209,8 +209,8 @@ def _bpe(tokens: TokenTable, merges: list[tuple[str, str]], **options: Any) -> d
 
 
 def _merges_by_score(tokens: TokenTable, scores: Sequence[float]) -> Iterator[tuple[str, str]]:
-    """Every pair of tokens that makes a token, the best score first: SentencePiece joins by the score of the whole. Of
-    equal ones the order is that of transformers' converter (`generate_merges`), which made the published files."""
+    """Every pair of tokens that makes a token, the best score first, as SentencePiece joins. Ties follow transformers'
+    converter (`generate_merges`), which made the published files."""
     ids = {
         text: index
         for index, (text, kind) in enumerate(zip(tokens.texts, tokens.types, strict=False))
