@@ -57,7 +57,7 @@ class RayDriver:
 
     async def run(self) -> int:
         """Runs until a stop is requested, Ray is lost, or the parent is gone. Returns the exit code."""
-        self._channel.send(Pong())  # from now on the parent counts unanswered pings
+        self._channel.send(Pong())
         obeying, living = asyncio.create_task(self._obey()), asyncio.create_task(self._live())
         await asyncio.wait([obeying, living], return_when=asyncio.FIRST_COMPLETED)
         if obeying.done():

@@ -52,6 +52,8 @@ DEAF = f"""{BEGINNING}
             channel.send(Pong())
 {END}"""
 
+# Stands still from its beginning.
+MUTE = f"{BEGINNING}\n    os.kill(os.getpid(), signal.SIGSTOP)\n{END}"
 # Answers with the messages that it has read.
 LISTENING = f"""{BEGINNING}
     channel.send(RayUp())
@@ -171,7 +173,7 @@ async def test_calls_that_end_something_are_not_cancelled(parent: Parent, monkey
 async def test_a_driver_that_stands_still_is_named_until_it_answers(
     parent: Parent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"PROGRAM": DEAF, "PING_S": 0.05, "MAX_UNANSWERED": 1000}.items():
+    for name, value in {"PROGRAM": DEAF, "PING_S": 0.05, "MAX_UNANSWERED": 1000, "MAX_UNHEARD": 2000}.items():
         monkeypatch.setattr(driver_process, name, value)
     parent.start()
     assert (await parent.until(bool)).startswith("Ray's driver does not answer (for 0 s): workers keep serving; ")
@@ -179,10 +181,21 @@ async def test_a_driver_that_stands_still_is_named_until_it_answers(
     assert parent.num_ended == 0
 
 
+async def test_a_driver_that_stands_still_before_its_first_answer_is_killed(
+    parent: Parent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PROGRAM": MUTE, "PING_S": 0.02, "MAX_UNHEARD": 50}.items():
+        monkeypatch.setattr(driver_process, name, value)
+    async with asyncio.timeout(60):
+        with pytest.raises(Unavailable):
+            await parent.driver.run()
+    assert parent.num_ended == driver_process.START_TRIES
+
+
 async def test_a_driver_that_never_answers_is_killed_and_the_next_one_is_started(
     parent: Parent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, value in {"PROGRAM": DEAF, "PING_S": 0.05, "MAX_UNANSWERED": 5}.items():
+    for name, value in {"PROGRAM": DEAF, "PING_S": 0.05, "MAX_UNANSWERED": 5, "MAX_UNHEARD": 2000}.items():
         monkeypatch.setattr(driver_process, name, value)
     parent.start()
     await parent.until(lambda trouble: "was killed" in trouble)
