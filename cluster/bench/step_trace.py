@@ -1,8 +1,8 @@
 """`baton bench --profile`: the workers' steps during the run as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
 a process per worker  threads: engine (tick, plan, launch, fetch, apply, tell; KV gather, KV scatter), device, event
-loop (send, encode), one for each lane ("KV to decode-0", "KV from prefill-0") counters: rows and tokens of each step
-one more process      requests from sent to the last token, with a mark at the first
+loop (send, encode) tracks: one for each lane ("KV to decode-0", "KV from prefill-0") counters: rows and tokens of each
+step one more process      requests from sent to the last token, with a mark at the first
 """
 
 from __future__ import annotations
@@ -63,43 +63,24 @@ def chrome_trace(workers: Sequence[Mapping[str, Any]], requests: Sequence[Event]
         events.append(_named("process", pid, worker_id))
         events += [_named("thread", pid, name, tid=tid) for tid, name in enumerate(_THREADS)]
         shift_s = profile["wall_offset_s"] - origin_s
-        rows = _LaneRows()
-        for span in profile["spans"]:
-            events += _steps(span, pid, shift_s, rows)
-        events += [_named("thread", pid, name, tid=tid) for name, tid in rows.names()]
+        for number, span in enumerate(profile["spans"]):
+            events += _steps(span, pid, shift_s, f"{pid}.{number}")
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-class _LaneRows:
-    """Chunks of several ranks overlap in time, and a viewer draws only spans that nest or follow one another:
-    overlapping spans get rows of their own."""
-
-    def __init__(self) -> None:
-        self._ends: dict[tuple[str, int], float] = {}
-
-    def place(self, span: Mapping[str, Any], start: float, end: float) -> int:
-        lane = f"{_LANES[span['name']]} {span['kv']['peer'].partition('#')[0]}"
-        number = 1
-        while self._ends.get((lane, number), start) > start:
-            number += 1
-        self._ends[lane, number] = end
-        return self._tid(lane, number)
-
-    def names(self) -> Iterator[tuple[str, int]]:
-        for lane, number in self._ends:
-            yield f"{lane} ({number})" if number > 1 else lane, self._tid(lane, number)
-
-    def _tid(self, lane: str, number: int) -> int:
-        return len(_THREADS) + list(self._ends).index((lane, number))
-
-
-def _steps(span: Mapping[str, Any], pid: int, shift_s: float, rows: _LaneRows) -> Iterator[Event]:
+def _steps(span: Mapping[str, Any], pid: int, shift_s: float, span_id: str) -> Iterator[Event]:
+    """A span on a lane is asynchronous: chunks of several ranks overlap, and spans of a thread must nest."""
     start, end = _micros(span["start_s"] + shift_s), _micros(span["start_s"] + span["duration_s"] + shift_s)
     args = {name: span[name] for name in _TOLD if span.get(name)}
     if span.get("kv"):
         args |= _described(span["kv"])
-    lane = span["name"] in _LANES
-    place = {"pid": pid, "tid": rows.place(span, start, end) if lane else _THREAD_OF.get(span["name"], 0)}
+    if direction := _LANES.get(span["name"]):
+        name = f"{direction} {span['kv']['peer'].partition('#')[0]}"
+        event = {"name": name, "cat": "lane", "id": span_id, "pid": pid, "tid": 0}
+        yield event | {"ph": "b", "ts": start, "args": args}
+        yield event | {"ph": "e", "ts": end}
+        return
+    place = {"pid": pid, "tid": _THREAD_OF.get(span["name"], 0)}
     yield {"name": span["name"], "ph": "X", "ts": start, "dur": round(end - start, 3), "args": args} | place
     if span["name"] == "device":
         for name, field in (("rows", "num_rows"), ("tokens", "num_tokens")):

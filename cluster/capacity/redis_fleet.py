@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
@@ -140,9 +139,7 @@ def learned_of(client: Redis, fleet: str = "") -> RedisKept[LearnedLoad]:
     return RedisKept(client, f"{record_key(fleet)}:learned", LearnedLoad, "what the planner has learned")
 
 
-async def serve_calls(
-    client: Redis, owner: CapacityOwner, *, fleet: str = "", wall_clock: Callable[[], float] = time.time
-) -> None:
+async def serve_calls(client: Redis, owner: CapacityOwner, *, fleet: str = "") -> None:
     """Replies to gateways' calls until cancelled. An outage of Redis only delays it."""
     replying: set[asyncio.Task[None]] = set()
     while True:
@@ -159,7 +156,7 @@ async def serve_calls(
         except msgspec.DecodeError as error:
             log.warning("a call of the fleet's owner cannot be read: %s", error)
             continue
-        if call.until_s > wall_clock():
+        if call.until_s > time.time():
             task = asyncio.create_task(_reply(client, call, owner, fleet))
             replying.add(task)
             task.add_done_callback(replying.discard)
@@ -194,11 +191,10 @@ async def _result(call: FleetCall, owner: CapacityOwner) -> object:
 class RedisFleetOwner:
     """The `CapacityOwner` as a gateway in another process reaches it."""
 
-    def __init__(self, url: str, *, fleet: str = "", wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, url: str, *, fleet: str = "") -> None:
         self._url = url
         self._fleet = fleet
         self._client: Redis | None = None
-        self._wall_clock = wall_clock
 
     async def view(self) -> FleetReport:
         return await self._call("view", FleetReport)
@@ -221,9 +217,7 @@ class RedisFleetOwner:
     ) -> Kept:
         if self._client is None:
             self._client = client_of(self._url)
-        call = FleetCall(
-            reply_id=uuid4().hex, until_s=self._wall_clock() + REPLY_S, method=method, order=order, sight=sight
-        )
+        call = FleetCall(reply_id=uuid4().hex, until_s=time.time() + REPLY_S, method=method, order=order, sight=sight)
         packed = msgspec.json.encode(call).decode()
         try:
             reply = await self._exchange(self._client, packed, call.reply_id)
@@ -240,8 +234,8 @@ class RedisFleetOwner:
     async def _exchange(self, client: Redis, packed: str, reply_id: str) -> FleetReply | None:
         """Returns None without a reply in time."""
         await client.rpush(calls_key(self._fleet), packed)
-        until_s = self._wall_clock() + REPLY_S
-        while self._wall_clock() < until_s:
+        until_s = time.time() + REPLY_S
+        while time.time() < until_s:
             taken: Any = await client.blpop([reply_key(self._fleet, reply_id)], timeout=TURN_S)
             if taken is not None:
                 return msgspec.json.decode(str(taken[1]), type=FleetReply)

@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -31,9 +32,6 @@ from protos.errors import BatonError, ContextLengthExceeded, Misconfigured, Unav
 HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
 RESERVED_SHARE = 1 / 4
 """Share of the context that is kept free for the next answer."""
-BYTES_PER_TOKEN = 3
-MESSAGE_TOKENS = 8
-"""Estimated tokens that a chat template adds to a message."""
 CHAT_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 """llama.cpp's, for a model without defaults of its own: at OpenAI's, which cut no tail, small models ramble."""
 _TIMEOUT = httpx.Timeout(10.0, read=600.0)
@@ -76,16 +74,17 @@ class ChatExchange:
 
 
 class Conversation:
-    """The messages that still fit the context: the oldest exchanges are dropped first, `system` never."""
+    """The messages that still fit the context, as the server counts them: the oldest exchanges are dropped first,
+    `system` never."""
 
     def __init__(self, system: str, max_model_len: int | None) -> None:
         self._system = system
-        self._max_model_len = max_model_len
+        self._limit = math.inf if max_model_len is None else max_model_len * (1 - RESERVED_SHARE)
         self.exchanges: list[ChatExchange] = []
 
     @property
     def num_tokens(self) -> int:
-        return _guess(self._system) + sum(exchange.num_tokens for exchange in self.exchanges)
+        return sum(exchange.num_tokens for exchange in self.exchanges)
 
     def messages(self, question: str) -> list[dict[str, str]]:
         sent = [{"role": "system", "content": self._system}] if self._system else []
@@ -96,18 +95,15 @@ class Conversation:
 
     def add(self, question: str, answer: str, num_tokens: int | None) -> None:
         """`num_tokens`: of the whole conversation, if the server has reported it."""
-        cost = _guess(question) + _guess(answer) if num_tokens is None else max(0, num_tokens - self.num_tokens)
+        cost = max(0, (num_tokens or 0) - self.num_tokens)
         self.exchanges.append(ChatExchange(question=question, answer=answer, num_tokens=cost))
 
-    def make_room(self, question: str) -> int:
-        """Drops the oldest exchanges until the question and an answer fit. Returns the number dropped."""
-        if self._max_model_len is None:
-            return 0
-        limit = self._max_model_len * (1 - RESERVED_SHARE)
-        num_forgotten = 0
-        while self.num_tokens + _guess(question) > limit and self.forget():
-            num_forgotten += 1
-        return num_forgotten
+    def make_room(self) -> int:
+        """Drops the oldest exchanges until there is room for an answer. Returns the number dropped."""
+        num_before = len(self.exchanges)
+        while self.num_tokens > self._limit:
+            del self.exchanges[0]
+        return num_before - len(self.exchanges)
 
     def forget(self) -> bool:
         """Drops the oldest exchange; False if there is none."""
@@ -207,7 +203,7 @@ class Terminal:
 
     def _turn(self, question: str) -> None:
         try:
-            if num := self._conversation.make_room(question):
+            if num := self._conversation.make_room():
                 self._forgot(num)
             while True:
                 try:
@@ -294,11 +290,6 @@ def _interruptible(parts: Iterator[Said]) -> Generator[Said, None, None]:
     finally:
         waits = False
         signal.signal(signal.SIGINT, before)
-
-
-def _guess(text: str) -> int:
-    """The tokens of a message, estimated unless known; 0 for no message."""
-    return len(text.encode()) // BYTES_PER_TOKEN + MESSAGE_TOKENS if text else 0
 
 
 def _harmless(text: str) -> str:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 from cluster.planner.planner import PlannerSettings
 from cluster.planner.planner_config import PlannerConfig
-from kvtransfer.lane_rules import LaneConfig
 from protos.errors import BadCheckpoint, Misconfigured
 from protos.hints import counted
 from protos.model_files.opening import open_model
@@ -170,10 +169,6 @@ class ClusterConfig:
         devices = {role: self.pools.tp(role, self.worker.tp) for role in counts}
         absent = [role for role, count in counts.items() if not count]
         return self.planner.settings(devices, ttft_ms=router.ttft_ms, tpot_ms=router.tpot_ms, absent=absent)
-
-    @property
-    def lanes(self) -> LaneConfig:
-        return self.worker.lanes
 
     def with_token(self) -> ClusterConfig:
         """The same configuration with a token for this run, unless it has one."""

@@ -26,13 +26,11 @@ from router.auth.tenants import Roster
 from router.batches.open_batches import storage_for
 from router.faces.grpc.grpc_face import GrpcFace
 from router.fleet.channels import Channels
-from router.fleet_owner import CapacityOwner
 from router.http.pace import Pace
 from router.http.protocol import HttpProtocol
 from router.log_throttle import RareLog
 from router.observe.ledger.prices import NO_PRICES
 from router.prefix.registry import MEMORY
-from router.router_config import RouterConfig
 from router.router_metrics import ModelsCollector
 
 log = logging.getLogger("baton.cluster")
@@ -67,7 +65,7 @@ class _Server(uvicorn.Server):
 
 class GatewayServer:
     """Constructed on the event loop that runs it, from a listening socket. Workers are added to `fleet`, or, of several
-    models, to the fleets of `backends`; the first model answers requests that name none.
+    models, to the fleets of `backends`; the first model answers requests that name none, and has the common settings.
 
     One gateway process of several shares the ports of HTTP and gRPC with the others, and listens at its `own`, too;
     `replica_ports` are those of all.
@@ -77,19 +75,17 @@ class GatewayServer:
 
     def __init__(
         self,
-        config: RouterConfig,
+        models: Sequence[ModelSettings],
         listening: socket.socket,
         *,
-        max_model_len: int | None = None,
         tls: FaceTls,
         peers: PeerTls,
         index: str = MEMORY,
-        fleet_owner: CapacityOwner | None = None,
-        others: Sequence[ModelSettings] = (),
         own: socket.socket | None = None,
         replica_ports: Sequence[int] = (),
     ) -> None:
         tls.check()
+        config, is_alone = models[0].config, len(models) == 1
         self._is_secure, self._asks_for_keys = bool(tls.cert), bool(config.tenants)
         self.channels = Channels(peers)
         self._ledger, prices = open_ledger(config)
@@ -98,10 +94,9 @@ class GatewayServer:
             index=index, replica_ports=replica_ports, channels=self.channels, storage=self._storage,
             ledger=self._ledger, prices=prices, pace=Pace(),
         )  # fmt: skip
-        first = ModelSettings(config=config, max_model_len=max_model_len, fleet_owner=fleet_owner)
-        backends = self.backends = [ModelBackend(one, shared) for one in (first, *others)]
+        backends = self.backends = [ModelBackend(model, shared) for model in models]
         self.fleet = backends[0].fleet
-        self.registry = CollectorRegistry(auto_describe=True) if others else backends[0].registry
+        self.registry = backends[0].registry if is_alone else CollectorRegistry(auto_describe=True)
         _register_expiry(self.registry, tls, peers)
         if self._ledger is not None:
             self.registry.register(self._ledger)
@@ -117,7 +112,7 @@ class GatewayServer:
         gateways = [one.open(self._access) for one in backends]
         for backend, gateway in zip(backends, beside_each_other(gateways), strict=True):
             backend.gateway = gateway
-        if others:
+        if not is_alone:
             self.registry.register(ModelsCollector({one.gateway.card.name: one.registry for one in backends}))
         self.model = gateways[0].card.name
         self.has_chat = gateways[0].texts.template is not None

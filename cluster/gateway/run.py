@@ -100,17 +100,9 @@ def open_server(
             for one, owner in zip_longest(configs, fleet_owners)
         ]
         return GatewayServer(
-            config.router,
-            listening,
-            max_model_len=models[0].max_model_len,
-            tls=config.tls,
-            peers=config.peers,
-            index=config.index,
-            fleet_owner=models[0].fleet_owner,
-            others=models[1:],
-            own=own,
+            models, listening, tls=config.tls, peers=config.peers, index=config.index, own=own,
             replica_ports=replica_ports,
-        )
+        )  # fmt: skip
     except BaseException:
         listening.close()
         raise

@@ -19,10 +19,6 @@ class Cutoff:
         self._running: set[asyncio.Task[Any]] = set()
         self._is_cut = False
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def cut(self) -> None:
         """Fails every running job, and every later one, with Unavailable."""
         self._is_cut = True

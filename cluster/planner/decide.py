@@ -27,11 +27,11 @@ from cluster.planner.planner_values import (
     PlannerMemory,
     PlannerPace,
     TooSmall,
-    WeighedFleet,
 )
 from cluster.planner.queueing import attainment, shares_in_time
 from protos.hints import counted
 from protos.values import WorkerRole
+from router.fleet_owner import WeighedCounts
 
 REACH = 2
 """The workers of a role that one decision may add or remove, unless the fleet is overloaded."""
@@ -75,8 +75,8 @@ def decide(
     return _Planner(seen, objective, limits, memory, now, desired, times, pace).decide()
 
 
-def _kept(desired: Counts, now: float, reason: str, memory: PlannerMemory, expected: float = 0.0) -> FleetDecision:
-    return FleetDecision(at_s=now, counts=dict(desired), reason=reason, expected=expected, memory=memory)
+def _kept(desired: Counts, now: float, reason: str, memory: PlannerMemory) -> FleetDecision:
+    return FleetDecision(at_s=now, counts=dict(desired), reason=reason, memory=memory)
 
 
 class _Planner:
@@ -96,15 +96,15 @@ class _Planner:
         share = self._attainment(self._fleet, self._load)
         if memory.manual_until_s > now:
             left = memory.manual_until_s - now
-            decision = self._keep(f"an operator's change holds for {left:.0f} s more", share)
+            decision = self._keep(f"an operator's change holds for {left:.0f} s more")
             return replace(decision, counts=dict(self._desired))  # its late workers, too, are the operator's
         weighed = sorted(self._candidates(), key=self._order)
         # A fleet that is above its limits is no candidate itself: then it must become one of these.
         best = next((fleet for fleet in weighed if self._found_too_small(fleet.counts) is None), weighed[0])
         if dict(best.counts) == self._fleet:
-            return self._keep(f"{self._state(share)}{self._why_not(weighed[0], share)}", share, weighed)
+            return self._keep(f"{self._state(share)}{self._why_not(weighed[0], share)}", weighed)
         if self._shrinks(best.counts) and (held := self._held_back()):
-            return self._keep(held, share, weighed)
+            return self._keep(held, weighed)
         if self._shrinks(best.counts):
             memory = replace(memory, shrunk_s=now)
         elif min(share, self._seen.attainment) < self._objective.attainment:
@@ -114,8 +114,6 @@ class _Planner:
             counts=dict(best.counts),
             flips=_flips(self._fleet, best.counts),
             reason=f"{self._state(share)}; {_named(best.counts)} would {self._serve(best.attainment)}",
-            expected=best.attainment,
-            expired=self._expired,
             weighed=self._shown(weighed),
             memory=memory,
         )
@@ -193,7 +191,7 @@ class _Planner:
 
     # -- which fleets there could be -----------------------------------------------------------------------------------
 
-    def _candidates(self) -> Iterator[WeighedFleet]:
+    def _candidates(self) -> Iterator[WeighedCounts]:
         roles, limits = tuple(self._fleet), self._limits
         reach = self._reach()
         ranges = [
@@ -209,7 +207,7 @@ class _Planner:
             counts = dict(zip(roles, numbers, strict=True))
             if is_possible(counts) and self._is_allowed(counts):
                 rate = self._peak() if self._shrinks(counts) else self._load
-                yield WeighedFleet(counts=counts, attainment=self._attainment(counts, rate), cost=self._cost(counts))
+                yield WeighedCounts(counts=counts, attainment=self._attainment(counts, rate), cost=self._cost(counts))
 
     def _is_allowed(self, counts: Counts) -> bool:
         fits = self._num_devices(counts) <= max(self._limits.max_devices, self._num_devices(self._fleet))
@@ -233,7 +231,7 @@ class _Planner:
     def _num_devices(self, counts: Counts) -> int:
         return sum(self._limits.devices[role] * count for role, count in counts.items())
 
-    def _order(self, candidate: WeighedFleet) -> tuple[float, ...]:
+    def _order(self, candidate: WeighedCounts) -> tuple[float, ...]:
         """Sorts fleets that keep the objective by cost; others follow, by how much they miss it."""
         shrinks, allowed = self._shrinks(candidate.counts), 1.0 - self._objective.attainment
         if shrinks:
@@ -279,7 +277,7 @@ class _Planner:
         )
         return (*(small for small in remembered if small.counts != self._fleet), present)
 
-    def _why_not(self, wanted: WeighedFleet, share: float) -> str:
+    def _why_not(self, wanted: WeighedCounts, share: float) -> str:
         if (small := self._found_too_small(wanted.counts)) is not None:
             ago, left = self._now - small.at_s, small.until_s - self._now
             return (
@@ -316,13 +314,13 @@ class _Planner:
             return f"fewer workers would do; the last one went {rested_s:.0f} s ago"
         return ""
 
-    def _shown(self, weighed: Sequence[WeighedFleet]) -> tuple[WeighedFleet, ...]:
+    def _shown(self, weighed: Sequence[WeighedCounts]) -> tuple[WeighedCounts, ...]:
         best = tuple(weighed[:_WEIGHED])
         return (*best, *(fleet for fleet in weighed[_WEIGHED:] if dict(fleet.counts) == self._fleet))
 
-    def _keep(self, reason: str, share: float, weighed: Sequence[WeighedFleet] = ()) -> FleetDecision:
+    def _keep(self, reason: str, weighed: Sequence[WeighedCounts] = ()) -> FleetDecision:
         return FleetDecision(
-            at_s=self._now, counts=self._fleet, reason=reason, expected=share, expired=self._expired,
+            at_s=self._now, counts=self._fleet, reason=reason,
             weighed=self._shown(weighed), memory=self._memory,
         )  # fmt: skip
 

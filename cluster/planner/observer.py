@@ -119,11 +119,11 @@ class Observer:
         )
 
 
-def quantiles(ordered: Sequence[float], count: int = NUM_QUANTILES) -> tuple[float, ...]:
-    """Returns `count` values of equal shares, or all of fewer."""
-    if len(ordered) <= count:
+def quantiles(ordered: Sequence[float]) -> tuple[float, ...]:
+    """Returns `NUM_QUANTILES` values of equal shares, or all of fewer."""
+    if len(ordered) <= NUM_QUANTILES:
         return tuple(ordered)
-    return tuple(ordered[int((place + 0.5) * len(ordered) / count)] for place in range(count))
+    return tuple(ordered[int((place + 0.5) * len(ordered) / NUM_QUANTILES)] for place in range(NUM_QUANTILES))
 
 
 def _seats(serving: Sequence[WorkerSight], context: float) -> int:

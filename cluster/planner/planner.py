@@ -33,7 +33,6 @@ from router.fleet_owner import (
     GatewaySight,
     OrderKind,
     PlannerReport,
-    WeighedCounts,
 )
 
 log = logging.getLogger("baton.cluster")
@@ -232,10 +231,7 @@ def reported(
         attainment=seen.attainment if seen is not None else 0.0,
         arrival_rate=seen.arrival_rate if seen is not None else 0.0,
         num_waiting=seen.num_waiting if seen is not None else 0,
-        weighed=tuple(
-            WeighedCounts(counts=dict(fleet.counts), attainment=fleet.attainment, cost=fleet.cost)
-            for fleet in decision.weighed[:_NUM_WEIGHED]
-        ),
+        weighed=decision.weighed[:_NUM_WEIGHED],
         change=change,
         refused=refused,
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from protos.values import WorkerRole
+from router.fleet_owner import WeighedCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +29,6 @@ class PoolObservation:
     step_each_s: float = 0.0
     num_seats: int = 0
 
-    @property
-    def num_desired(self) -> int:
-        return self.serving + len(self.pending_since_s)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
@@ -40,7 +37,6 @@ class Observation:
     - `num_late`: of `num_ended`; they missed an objective, failed, or were refused
     - `num_slow`: late requests whose first token came in time
     - `uncached_tokens`: quantiles
-    - `overhead_s`: of a first token besides waiting and computing
     - `num_silent`: gateways whose reports are late or too short
     """
 
@@ -54,7 +50,6 @@ class Observation:
     answer_tokens: float
     pools: Mapping[WorkerRole, PoolObservation]
     num_slow: int = 0
-    overhead_s: float = 0.0
     num_silent: int = 0
 
     @property
@@ -172,23 +167,12 @@ class PlannerMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeighedFleet:
-    """`cost`: device seconds over the horizon, actions included."""
-
-    counts: Mapping[WorkerRole, int]
-    attainment: float
-    cost: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetDecision:
     """`flips`: workers that change from one role to another. `weighed`: the best fleets, cheapest first."""
 
     at_s: float
     counts: Mapping[WorkerRole, int]
     reason: str
-    expected: float
     flips: Mapping[tuple[WorkerRole, WorkerRole], int] = field(default_factory=dict)
-    expired: Mapping[WorkerRole, int] = field(default_factory=dict)
-    weighed: tuple[WeighedFleet, ...] = ()
+    weighed: tuple[WeighedCounts, ...] = ()
     memory: PlannerMemory

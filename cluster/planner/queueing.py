@@ -71,7 +71,7 @@ def first_token_share(
     spread = 1.0 + (variance / mean_s**2 if mean_s else 0.0)
     wait_s = mean_s * spread / 2.0 / (workers - load)  # of those that wait
     waits = erlang_c(workers, load)
-    left = [objective.ttft_s - seen.overhead_s - time_s for time_s in times]
+    left = [objective.ttft_s - time_s for time_s in times]
     in_time = [1.0 - waits * math.exp(-slack / wait_s) if slack > 0 and wait_s else float(slack > 0) for slack in left]
     return max(_STABLE, math.fsum(in_time) / len(in_time))
 

@@ -76,14 +76,14 @@ def terminal(log_format: LogFormat, *, access_log: bool = False) -> Console:
     return console
 
 
-def set_up_log(console: Console, log_format: LogFormat, *, level: int = logging.INFO, access_log: bool = False) -> None:
-    """Logs Baton's records from `level` on, others' from WARNING on, and a line per request with an `access_log`. A
+def set_up_log(console: Console, log_format: LogFormat, *, access_log: bool = False) -> None:
+    """Logs Baton's records from INFO on, others' from WARNING on, and a line per request with an `access_log`. A
     second call replaces the first."""
     handler: logging.Handler = JsonHandler(console) if log_format is LogFormat.JSON else TextHandler(console)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.captureWarnings(True)
-    logging.getLogger("baton").setLevel(level)
+    logging.getLogger("baton").setLevel(logging.INFO)
     accesses = logging.getLogger(ACCESS)
     for before in tuple(accesses.handlers):
         accesses.removeHandler(before)

@@ -10,22 +10,35 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 from cluster.process.scratch_dir import PREFIX, share
 from cluster.ray.hosts import free_port, ours
 from cluster.ray.ray_session import Machines, short_folder
-from cluster.supervision.rank_messages import RANK_MESSAGES
+from cluster.supervision.rank import RankSpec
+from cluster.supervision.rank_messages import RANK_MESSAGES, AttachRank
 from cluster.supervision.rank_starter import RankLink, end_process, start_process
 from protos.errors import BatonError, Unavailable, WorkerLost
 from protos.values import ErrorInfo
 from protos.wire import error_info, raised
 
 Result = TypeVar("Result")
+Asked = ParamSpec("Asked")
 
 NICENESS = "RAY_worker_niceness"
 """Without this variable Ray starts its workers with niceness 15, and ranks would starve beside other processes."""
+
+
+def _returned(work: Callable[Asked, Awaitable[Result]]) -> Callable[Asked, Awaitable[Result | ErrorInfo]]:
+    @wraps(work)
+    async def answer(*args: Asked.args, **kwargs: Asked.kwargs) -> Result | ErrorInfo:
+        try:
+            return await work(*args, **kwargs)
+        except (BatonError, OSError) as error:
+            return error_info(error if isinstance(error, BatonError) else WorkerLost(str(error)))
+
+    return answer
 
 
 class NodeActor:
@@ -46,10 +59,8 @@ class NodeActor:
     async def meeting_place(self, address: str) -> tuple[str, int]:
         return address, free_port(address)
 
-    async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int | ErrorInfo:
-        return await _returned(self._start(name, environment, leader))
-
-    async def _start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
+    @_returned
+    async def start(self, name: str, environment: Mapping[str, str], leader: str) -> int:
         own = ours(os.environ) | dict(environment)
         lock = str(self._folder / f"{leader}.lock") if leader else ""
         contact_s = 0.0 if leader else self._contact_s
@@ -59,36 +70,34 @@ class NodeActor:
         )  # fmt: skip
         return await asyncio.to_thread(work)
 
-    async def order(self, name: str, pid: int, packed: bytes) -> int | ErrorInfo:
+    @_returned
+    async def order(self, name: str, pid: int, packed: bytes) -> int:
         """`packed`: the RankSpec."""
-        orders = RANK_MESSAGES.decode(packed)[1]
-        return await _returned(self._link(name, partial(RankLink.start, self._folder, name, pid, orders, _unknown)))
+        return await self._link(name, pid, RANK_MESSAGES.decode(packed)[1])
 
-    async def attach(self, name: str, pid: int) -> int | ErrorInfo:
-        return await _returned(self._link(name, partial(RankLink.attach, self._folder, name, pid, _unknown)))
+    @_returned
+    async def attach(self, name: str, pid: int) -> int:
+        return await self._link(name, pid, AttachRank())
 
     async def end(self, name: str, pid: int) -> None:
         end_process(self._folder, name, pid)
 
-    async def news(self, name: str) -> Sequence[bytes] | ErrorInfo:
-        return await _returned(self._news(name))
-
-    async def _news(self, name: str) -> Sequence[bytes]:
+    @_returned
+    async def news(self, name: str) -> Sequence[bytes]:
         return [RANK_MESSAGES.encode(type(event).__name__, event) for event in await self._linked(name).news()]
 
-    async def stop(self, name: str) -> ErrorInfo | None:
-        return await _returned(self._stop(name))
-
-    async def _stop(self, name: str) -> None:
+    @_returned
+    async def stop(self, name: str) -> None:
         await self._linked(name).stop()
 
     async def close(self, name: str) -> None:
         if (link := self._links.pop(name, None)) is not None:
             await link.close()
 
-    async def _link(self, name: str, connect: Callable[[], Awaitable[RankLink]]) -> int:
+    async def _link(self, name: str, pid: int, first: RankSpec | AttachRank) -> int:
         self._share()
-        self._links[name] = link = await connect()
+        # A process of the node is no child of the actor's: its exit status is unknown.
+        self._links[name] = link = await RankLink.connect(self._folder, name, pid, first, lambda _: None)
         return link.pid
 
     def _linked(self, name: str) -> RankLink:
@@ -174,18 +183,6 @@ class RayNodes:
             num_cpus=0, max_restarts=0, max_concurrency=1000,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         ).remote(self._run, self._contact_s)  # fmt: skip
-
-
-def _unknown(pid: int) -> int | None:
-    """Returns None: the exit status of a process that is no child of the actor's is unknown."""
-    return None
-
-
-async def _returned(work: Awaitable[Result]) -> Result | ErrorInfo:
-    try:
-        return await work
-    except (BatonError, OSError) as error:
-        return error_info(error if isinstance(error, BatonError) else WorkerLost(str(error)))
 
 
 def _last_line(error: Exception) -> str:

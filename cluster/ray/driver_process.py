@@ -46,7 +46,7 @@ MAX_PAUSE_S = 5.0  # before a driver that keeps ending is started again
 PING_S = 2.0
 DOUBT_UNANSWERED = 2
 MAX_UNANSWERED = 15  # generous: no request waits for the driver, and importing Ray takes seconds
-MAX_UNHEARD = 30  # pings before the driver's first message
+MAX_UNHEARD = 30  # times PING_S until the driver's first message
 MAX_SAID_LINES = 20
 ENDINGS = {"give_back", "leave", "close", "end"}  # calls, also `on_node`, that a driver carries out when it can
 BEING_STARTED = "Ray is being started"
@@ -72,7 +72,8 @@ class DriverProcess:
         self._num_calls = 0
         self._faults: dict[str, str] = {}
         self._since_s = 0.0
-        self._num_unanswered = 0  # pings; fewer count before the driver's first message
+        self._num_unanswered = 0
+        self._is_heard = False
         self._reason = ""  # that the driver has sent lately
         self._error: ErrorInfo | None = None
         self._stopping = False
@@ -196,7 +197,8 @@ class DriverProcess:
             return reason
         channel = await MessageChannel.over(ours, DRIVER_MESSAGES)
         channel.send(self._begin)
-        self._channel, self._num_unanswered, self._reason = channel, MAX_UNANSWERED - MAX_UNHEARD, ""
+        self._channel, self._is_heard, self._reason = channel, False, ""
+        self._num_unanswered = MAX_UNANSWERED - MAX_UNHEARD
         if self._stopping:  # since before it was spawned
             channel.send(StopRay())
         try:
@@ -229,11 +231,13 @@ class DriverProcess:
         while self._num_unanswered < MAX_UNANSWERED:
             await asyncio.sleep(PING_S)
             self._num_unanswered += 1
-            channel.send(Ping())
+            if self._is_heard:
+                channel.send(Ping())
 
     async def _follow(self, channel: MessageChannel) -> None:
         while (message := await channel.receive()) is not None:
-            self._num_unanswered = max(0, self._num_unanswered)
+            if not self._is_heard:
+                self._is_heard, self._num_unanswered = True, 0
             match message:
                 case Pong():
                     self._num_unanswered = 0

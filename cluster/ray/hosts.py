@@ -12,6 +12,7 @@ from typing import Protocol
 
 from cluster.process.scratch_dir import share
 from cluster.supervision.rank import Event, RankSpec
+from cluster.supervision.rank_messages import AttachRank
 from cluster.supervision.rank_starter import ExitStatus, RankLink, end_process, start_process
 from protos.errors import WorkerLost
 from protos.listening import bound
@@ -110,10 +111,10 @@ class ThisMachine:
             raise WorkerLost(f"its process could not be started: {error}") from error
 
     async def order(self, name: str, pid: int, orders: RankSpec) -> RankConnection:
-        return await RankLink.start(self._folder, name, pid, orders, self._exit_status)
+        return await RankLink.connect(self._folder, name, pid, orders, self._exit_status)
 
     async def attach(self, name: str, pid: int) -> RankConnection:
-        return await RankLink.attach(self._folder, name, pid, self._exit_status)
+        return await RankLink.connect(self._folder, name, pid, AttachRank(), self._exit_status)
 
     async def end(self, name: str, pid: int) -> None:
         end_process(self._folder, name, pid)

@@ -107,8 +107,8 @@ def end_process(folder: Path, name: str, pid: int) -> None:
 
 
 class RankLink:
-    """The link to a rank process of this machine, made by `start` or `attach`. `exit_status` returns, if known, how the
-    process `pid` ended: a signal as a negative number."""
+    """The link to a rank process of this machine. `exit_status` returns, if known, how the process `pid` ended: a
+    signal as a negative number."""
 
     def __init__(self, folder: Path, name: str, pid: int, channel: MessageChannel, exit_status: ExitStatus) -> None:
         self.name = name
@@ -119,20 +119,11 @@ class RankLink:
         self._contact = asyncio.create_task(self._keep_contact())
 
     @classmethod
-    async def start(cls, folder: Path, name: str, pid: int, orders: RankSpec, exit_status: ExitStatus) -> RankLink:
-        """Sends the process its spec. Raises WorkerLost if it has ended already."""
-        return await cls._connect(folder, name, pid, orders, exit_status)
-
-    @classmethod
-    async def attach(cls, folder: Path, name: str, pid: int, exit_status: ExitStatus) -> RankLink:
-        """Finds a process that an earlier supervisor started. Raises WorkerLost if it has ended, has no spec yet, or
-        does not answer."""
-        return await cls._connect(folder, name, pid, AttachRank(), exit_status)
-
-    @classmethod
-    async def _connect(
+    async def connect(
         cls, folder: Path, name: str, pid: int, first: RankSpec | AttachRank, exit_status: ExitStatus
     ) -> RankLink:
+        """Sends the process its spec, or attaches to one that an earlier supervisor started. Raises WorkerLost if it
+        has ended, has no spec yet, or does not answer."""
         try:
             channel = await MessageChannel.to(socket_of(folder, name), RANK_MESSAGES)
         except OSError:

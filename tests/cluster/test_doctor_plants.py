@@ -31,6 +31,7 @@ from cluster.doctor import gather
 from cluster.doctor.gather import examine
 from cluster.doctor.rules import findings
 from cluster.gateway.gateway_server import GatewayServer
+from cluster.gateway.model_backend import ModelSettings
 from protos.model_files.digests import read_digests
 from protos.model_files.opening import open_model
 from protos.tls import FaceTls, PeerTls
@@ -130,7 +131,7 @@ async def test_a_host_whose_clock_is_wrong_and_a_certificate_that_ends(
     mine.private_key_pem.write_to_path(tmp_path / "key.pem")
     mine.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
     server = GatewayServer(
-        RouterConfig(model_path=Path(DEMO["model"]), model_name="demo", grpc_port=0),
+        [ModelSettings(config=RouterConfig(model_path=Path(DEMO["model"]), model_name="demo", grpc_port=0))],
         socket.create_server(("127.0.0.1", 0)),
         tls=FaceTls(cert=str(tmp_path / "cert.pem"), key=str(tmp_path / "key.pem")),
         peers=PeerTls(),

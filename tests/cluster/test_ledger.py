@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from cluster.cli.main import make_app
 from cluster.cli.serve import DEMO
 from cluster.gateway.gateway_server import GatewayServer
+from cluster.gateway.model_backend import ModelSettings
 from protos.errors import Misconfigured
 from protos.tls import FaceTls, PeerTls
 from router.auth.tenants import hash_of
@@ -50,7 +51,7 @@ async def front(tmp_path: Path) -> AsyncIterator[GatewayServer]:
     )  # fmt: skip
     worker = Worker(parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB)))
     info = await worker.start("127.0.0.1", peers=PeerTls())
-    server = GatewayServer(config, listening, tls=FaceTls(), peers=PeerTls())
+    server = GatewayServer([ModelSettings(config=config)], listening, tls=FaceTls(), peers=PeerTls())
     try:
         await server.start()
         server.fleet.add_worker(info.address, worker_id="w")
@@ -162,7 +163,7 @@ async def test_budgets_without_prices_are_refused(front: GatewayServer, tmp_path
     (tmp_path / "tenants.toml").write_text(roster.replace("[tenants.acme]\n", "[tenants.acme]\nhard_budget_usd = 1\n"))
     config = RouterConfig(model_path=Path(DEMO["model"]), model_name="demo", tenants=str(tmp_path / "tenants.toml"))
     with socket.socket() as unused, pytest.raises(Misconfigured, match="no ledger with prices"):
-        GatewayServer(config, unused, tls=FaceTls(), peers=PeerTls())
+        GatewayServer([ModelSettings(config=config)], unused, tls=FaceTls(), peers=PeerTls())
 
 
 async def test_only_administrators_read_it(front: GatewayServer) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from cluster.cli.serve import DEMO
 from cluster.gateway.gateway_server import GatewayServer
+from cluster.gateway.model_backend import ModelSettings
 from protos.tls import FaceTls, PeerTls
 from router.observe.ledger.ledger_report import costs, sums
 from router.observe.ledger.ledger_tables import ledger_database
@@ -110,7 +111,9 @@ async def test_the_sums_are_what_clients_received(tmp_path: Path, is_quiet: bool
         ledger=LedgerConfig(path=str(tmp_path / "ledger.db")),
     )  # fmt: skip
     workers = [Worker(named(f"w{number}")) for number in range(2)]
-    server = GatewayServer(config, socket.create_server(("127.0.0.1", 0)), tls=FaceTls(), peers=PeerTls())
+    server = GatewayServer(
+        [ModelSettings(config=config)], socket.create_server(("127.0.0.1", 0)), tls=FaceTls(), peers=PeerTls()
+    )
     rng, received, going = random.Random(24), Received(), asyncio.Semaphore(AT_ONCE)
 
     async def ask(client: httpx.AsyncClient, number: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from cluster.cli.serve import DEMO
 from cluster.gateway.gateway_server import GatewayServer
+from cluster.gateway.model_backend import ModelSettings
 from protos.tls import FaceTls, PeerTls
 from router.router_config import RouterConfig
 from tests.cluster.redis_server import RedisServer
@@ -29,7 +30,7 @@ PATIENCE_S = 30.0
 async def gateway(index: str, address: str = "") -> AsyncIterator[GatewayServer]:
     config = RouterConfig(model_path=Path(DEMO["model"]), model_name="demo", grpc_port=0)
     listening = socket.create_server(("127.0.0.1", 0))
-    front = GatewayServer(config, listening, tls=FaceTls(), peers=PeerTls(), index=index)
+    front = GatewayServer([ModelSettings(config=config)], listening, tls=FaceTls(), peers=PeerTls(), index=index)
     await front.start()
     try:
         if address:

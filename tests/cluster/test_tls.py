@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cluster.cli.admin_client import find_model, open_client
 from cluster.cli.serve import DEMO
 from cluster.gateway.gateway_server import GatewayServer
+from cluster.gateway.model_backend import ModelSettings
 from protos import inference_pb2, inference_pb2_grpc
 from protos.errors import Misconfigured, Unavailable, WorkerLost
 from protos.tls import WORKER_NAME, FaceTls, PeerTls, expiry_s
@@ -109,7 +110,7 @@ async def test_clients_are_served_over_tls_by_a_worker_behind_it(files: Files, m
     listening = socket.create_server(("127.0.0.1", 0))
     config = RouterConfig(model_path=Path(DEMO["model"]), model_name="demo", grpc_port=0)
     async with toy(files.peers) as address:
-        front = GatewayServer(config, listening, tls=files.face, peers=files.peers)
+        front = GatewayServer([ModelSettings(config=config)], listening, tls=files.face, peers=files.peers)
         await front.start()
         try:
             front.fleet.add_worker(address, worker_id="w")

@@ -23,6 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from cluster.cli.serve import DEMO
 from cluster.gateway.gateway_server import GatewayServer
+from cluster.gateway.model_backend import ModelSettings
 from protos import inference_pb2, inference_pb2_grpc
 from protos.errors import Misconfigured
 from protos.tls import FaceTls, PeerTls
@@ -108,7 +109,7 @@ async def serving(telemetry: TelemetryConfig) -> AsyncIterator[GatewayServer]:
     config = RouterConfig(model_path=Path(DEMO["model"]), model_name="demo", grpc_port=0, telemetry=telemetry)
     worker = Worker(parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB)))
     info = await worker.start("127.0.0.1", peers=PeerTls())
-    front = GatewayServer(config, listening, tls=FaceTls(), peers=PeerTls())
+    front = GatewayServer([ModelSettings(config=config)], listening, tls=FaceTls(), peers=PeerTls())
     try:
         await front.start()
         front.fleet.add_worker(info.address, worker_id="w")

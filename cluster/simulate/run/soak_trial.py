@@ -59,10 +59,6 @@ class SoakTrial:
     faults: Sequence[Fault]
 
     @property
-    def replay(self) -> str:
-        return f"baton simulate --replay {self.seed}"
-
-    @property
     def cluster(self) -> str:
         config, spec = self.config, self.config.spec
         numbers = config.pools.counts()

@@ -94,9 +94,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     _stopping: bool
     _closed: bool
 
-    def __init__(self, *, seed: int = 0, after: Callable[[], None] | None = None) -> None:
+    def __init__(self, *, seed: int = 0) -> None:
         super().__init__()
-        self.after = after
+        self.after: Callable[[], None] | None = None
         self.num_callbacks = 0
         self.over_s: float | None = None
         self._now_s = 0.0

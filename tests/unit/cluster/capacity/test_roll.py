@@ -33,6 +33,16 @@ def owner_of(fleet: StagedFleet, configured: DesiredFleet = CONFIGURED) -> Fleet
     return FleetController(fleet, configured, revise=revise, origin="o")
 
 
+@pytest.fixture
+async def fleet() -> StagedFleet:
+    return StagedFleet()
+
+
+@pytest.fixture
+async def owner(fleet: StagedFleet) -> FleetController:
+    return owner_of(fleet)
+
+
 async def begun(fleet: StagedFleet, times: int) -> None:
     """Returns when the actuator has been called so often."""
     async with asyncio.timeout(60):
@@ -75,9 +85,9 @@ def test_every_step_of_a_roll_keeps_both_pools_at_work_within_the_surge(
     assert last == RollMix(newer=dict(counts), older=dict.fromkeys(counts, 0))
 
 
-async def test_a_roll_goes_step_by_step_and_the_fleet_has_the_revision_then() -> None:
-    fleet = StagedFleet()
-    owner = owner_of(fleet)
+async def test_a_roll_goes_step_by_step_and_the_fleet_has_the_revision_then(
+    fleet: StagedFleet, owner: FleetController
+) -> None:
     change = await owner.order(ROLL)
     assert (change.after, str(change.after)) == (
         replace(CONFIGURED, revision=NEW), "1 prefill + 2 decode at revision new (model /models/new)",
@@ -98,9 +108,7 @@ async def test_a_roll_goes_step_by_step_and_the_fleet_has_the_revision_then() ->
     assert owner.desired == DesiredFleet(counts={PREFILL: 1, DECODE: 3}, revision=NEW), "a later change keeps it"
 
 
-async def test_a_worker_that_can_never_start_takes_the_roll_back() -> None:
-    fleet = StagedFleet()
-    owner = owner_of(fleet)
+async def test_a_worker_that_can_never_start_takes_the_roll_back(fleet: StagedFleet, owner: FleetController) -> None:
     await owner.order(ROLL)
     fleet.begun[-1].set_exception(BadCheckpoint("no config.json"))
     change = await ended(owner, fleet, 1)
@@ -109,14 +117,8 @@ async def test_a_worker_that_can_never_start_takes_the_roll_back() -> None:
     assert owner.desired == CONFIGURED
 
 
-async def test_an_abort_goes_back_from_where_the_roll_is() -> None:
-    fleet = StagedFleet()
-    owner = owner_of(fleet)
-    await owner.order(ROLL)
-    for times in (1, 2):
-        await begun(fleet, times)
-        fleet.arrive()
-    await begun(fleet, 3)
+async def test_an_abort_goes_back_from_where_the_roll_is(fleet: StagedFleet) -> None:
+    owner = await half_rolled(fleet)
     change = await owner.order(ABORT)
     aborted = await owner.ended(1)
     assert (aborted.state, aborted.reason) == (ChangeState.REPLACED, "bob aborts it with change 2")
@@ -132,9 +134,9 @@ async def test_an_abort_goes_back_from_where_the_roll_is() -> None:
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])
-async def test_a_way_back_that_fails_ends_with_its_reason_and_does_not_roll_forward(is_aborted: bool) -> None:
-    fleet = StagedFleet()
-    owner = owner_of(fleet)
+async def test_a_way_back_that_fails_ends_with_its_reason_and_does_not_roll_forward(
+    fleet: StagedFleet, owner: FleetController, is_aborted: bool
+) -> None:
     change = await owner.order(ROLL)
     if is_aborted:
         change = await owner.order(ABORT)
@@ -150,14 +152,20 @@ async def test_a_way_back_that_fails_ends_with_its_reason_and_does_not_roll_forw
     assert ((await owner.view()).rolling, owner.desired.revision) == (None, Revision())
 
 
-async def stuck_owner(fleet: StagedFleet) -> FleetController:
-    """Its roll has failed in the middle, and its way back, too: 1 + 1 workers of each revision are there."""
+async def half_rolled(fleet: StagedFleet) -> FleetController:
+    """1 + 1 workers of each revision are there."""
     owner = owner_of(fleet)
     await owner.order(ROLL)
     for times in (1, 2):
         await begun(fleet, times)
         fleet.arrive()
     await begun(fleet, 3)
+    return owner
+
+
+async def stuck_owner(fleet: StagedFleet) -> FleetController:
+    """Its roll has failed in the middle, and its way back, too."""
+    owner = await half_rolled(fleet)
     fleet.begun[-1].set_exception(BadCheckpoint("no config.json"))
     await begun(fleet, 4)
     fleet.begun[-1].set_exception(BadCheckpoint("the former folder is gone"))
@@ -165,8 +173,7 @@ async def stuck_owner(fleet: StagedFleet) -> FleetController:
     return owner
 
 
-async def test_what_is_there_is_told_after_a_way_back_that_failed() -> None:
-    fleet = StagedFleet()
+async def test_what_is_there_is_told_after_a_way_back_that_failed(fleet: StagedFleet) -> None:
     owner = await stuck_owner(fleet)
     assert owner.desired == CONFIGURED, "what should be there"
     progress = (await owner.view()).rolling
@@ -179,8 +186,7 @@ async def test_what_is_there_is_told_after_a_way_back_that_failed() -> None:
 
 
 @pytest.mark.parametrize("order", [ABORT, scale(prefill=1, decode=2), replace(ROLL, model="")], ids=str)
-async def test_a_way_back_that_failed_is_tried_again(order: FleetOrder) -> None:
-    fleet = StagedFleet()
+async def test_a_way_back_that_failed_is_tried_again(fleet: StagedFleet, order: FleetOrder) -> None:
     owner = await stuck_owner(fleet)
     num_steps = len(fleet.mixes)
     change = await owner.order(order)
@@ -191,9 +197,8 @@ async def test_a_way_back_that_failed_is_tried_again(order: FleetOrder) -> None:
 
 
 @pytest.mark.parametrize(("model", "name"), [("/models/new", "new"), ("/models/third", "third")])
-async def test_a_roll_replaces_the_workers_of_both_revisions(model: str, name: str) -> None:
+async def test_a_roll_replaces_the_workers_of_both_revisions(fleet: StagedFleet, model: str, name: str) -> None:
     """Its first step keeps no more of the others than there should be."""
-    fleet = StagedFleet()
     owner = await stuck_owner(fleet)
     num_steps = len(fleet.mixes)
     change = await owner.order(replace(ROLL, model=model))
@@ -203,15 +208,9 @@ async def test_a_roll_replaces_the_workers_of_both_revisions(model: str, name: s
     assert ((await owner.view()).rolling, owner.desired.revision.name) == (None, name)
 
 
-async def test_a_way_back_without_room_ends_with_fewer_workers() -> None:
+async def test_a_way_back_without_room_ends_with_fewer_workers(fleet: StagedFleet) -> None:
     """A node was lost meanwhile: `baton scale` was refused, and so was a second abort."""
-    fleet = StagedFleet()
-    owner = owner_of(fleet)
-    await owner.order(ROLL)
-    for times in (1, 2):
-        await begun(fleet, times)
-        fleet.arrive()
-    await begun(fleet, 3)
+    owner = await half_rolled(fleet)
     fleet.most = 3
     change = await owner.order(ABORT)
     with pytest.raises(InvalidRequest, match=r"change 2 takes the fleet back.*`baton scale` to fewer workers"):
@@ -225,9 +224,9 @@ async def test_a_way_back_without_room_ends_with_fewer_workers() -> None:
     assert fleet.mixes[-1] == ("", {PREFILL: 1, DECODE: 1}, {PREFILL: 0, DECODE: 0})
 
 
-async def test_a_bug_in_a_step_takes_the_roll_back_and_leaves_the_fleet_open_to_orders() -> None:
-    fleet = StagedFleet()
-    owner = owner_of(fleet)
+async def test_a_bug_in_a_step_takes_the_roll_back_and_leaves_the_fleet_open_to_orders(
+    fleet: StagedFleet, owner: FleetController
+) -> None:
     await owner.order(ROLL)
     fleet.begun[-1].set_exception(KeyError("worker"))
     change = await ended(owner, fleet, 1)
@@ -235,9 +234,7 @@ async def test_a_bug_in_a_step_takes_the_roll_back_and_leaves_the_fleet_open_to_
     assert (await owner.order(scale(decode=3))).number == 2
 
 
-async def test_other_orders_wait_for_the_end_of_a_roll() -> None:
-    fleet = StagedFleet()
-    owner = owner_of(fleet)
+async def test_other_orders_wait_for_the_end_of_a_roll(fleet: StagedFleet, owner: FleetController) -> None:
     await owner.order(ROLL)
     with pytest.raises(InvalidRequest, match="change 1 rolls the fleet: wait for its end, or `baton roll --abort`"):
         await owner.order(scale(decode=3))
@@ -247,10 +244,10 @@ async def test_other_orders_wait_for_the_end_of_a_roll() -> None:
     assert (await owner.order(scale(decode=3))).number == 2
 
 
-async def test_a_roll_that_cannot_be_names_what_is_wrong_and_changes_nothing() -> None:
-    fleet = StagedFleet()
+async def test_a_roll_that_cannot_be_names_what_is_wrong_and_changes_nothing(
+    fleet: StagedFleet, owner: FleetController
+) -> None:
     fleet.most = 3
-    owner = owner_of(fleet)
     with pytest.raises(InvalidRequest, match=r"5 GPUs, and there are 3\..*`--surge 0` ends one first"):
         await owner.order(ROLL)
     with pytest.raises(InvalidRequest, match=r"worker\.dtype = 'f8'"):
@@ -262,9 +259,7 @@ async def test_a_roll_that_cannot_be_names_what_is_wrong_and_changes_nothing() -
     assert (owner.desired, owner.changes, (await owner.view()).rolling) == (CONFIGURED, (), None)
 
 
-async def test_a_fleet_that_sleeps_wakes_with_the_revision() -> None:
-    fleet = StagedFleet()
-    owner = owner_of(fleet)
+async def test_a_fleet_that_sleeps_wakes_with_the_revision(fleet: StagedFleet, owner: FleetController) -> None:
     await owner.order(scale(prefill=0, decode=0))
     fleet.arrive()
     await ended(owner, fleet, (await owner.order(ROLL)).number)
@@ -272,9 +267,9 @@ async def test_a_fleet_that_sleeps_wakes_with_the_revision() -> None:
     assert (woken.after.counts, woken.after.revision) == (CONFIGURED.counts, NEW)
 
 
-async def test_the_next_owner_goes_on_with_the_revision_that_was_reached() -> None:
-    fleet = StagedFleet()
-    owner = owner_of(fleet)
+async def test_the_next_owner_goes_on_with_the_revision_that_was_reached(
+    fleet: StagedFleet, owner: FleetController
+) -> None:
     await owner.order(ROLL)
     under_way = FleetRecord(configured=CONFIGURED, desired=owner.desired, changes=tuple(owner.changes), origin="o")
     again = continued(msgspec.json.decode(msgspec.json.encode(under_way), type=FleetRecord), CONFIGURED, "o")

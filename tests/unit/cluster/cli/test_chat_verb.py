@@ -197,7 +197,7 @@ def test_the_oldest_exchange_is_forgotten_when_the_context_is_nearly_full() -> N
     def long(total: int) -> list[Step]:
         return [delta("x", "stop"), usage(total - 1, 1), "[DONE]"]
 
-    chat = Chatting(long(30), long(60), long(60), system="s", max_len=80)
+    chat = Chatting(long(30), long(60), long(60), system="s", max_len=79)
     assert chat.say("one", "two", "three")
     assert "(the context is full: forgot the oldest exchange)" in chat.shown
     assert [text for _, text in chat.messages[2]] == ["s", "two", "x", "three"]
@@ -214,14 +214,6 @@ def test_a_question_that_alone_is_too_long_is_refused() -> None:
     chat = Chatting(FULL)
     assert not chat.say("much too long")
     assert "(too long)" in chat.shown
-
-
-def test_tokens_are_guessed_where_the_server_does_not_count() -> None:
-    conversation = Conversation("", 100)
-    for _ in range(3):
-        conversation.add("q" * 60, "a" * 60, None)
-    assert conversation.make_room("q" * 60) == 3
-    assert Conversation("", None).make_room("q" * 10**6) == 0
 
 
 async def test_the_command_against_a_gateway() -> None:

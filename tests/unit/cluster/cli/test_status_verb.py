@@ -184,9 +184,28 @@ async def test_a_cluster_that_cannot_serve_says_why() -> None:
     assert "not ready: decode-0 is joining (reads weights)" in await ask(fleet)
 
 
-async def test_who_was_told_to_leave_is_not_called_lost_and_a_pool_without_workers_is_named() -> None:
-    reason = "its successor is due"
-    fleet = Crew(Worker(worker_id="prefill-0", state="drained", reason=reason, info=PREFILL))
+def decode(worker_id: str, state: str = "ready", reason: str = "") -> Worker:
+    return Worker(worker_id=worker_id, state=state, reason=reason, info=info(worker_id, WorkerRole.DECODE))
+
+
+DRAINED = Worker(worker_id="prefill-0", state="drained", reason="its successor is due", info=PREFILL)
+NEVER_MET = Worker(worker_id="prefill-0", state="lost", reason="Connection refused")
+
+
+@pytest.mark.parametrize(
+    ("workers", "degraded"),
+    [
+        (
+            [DRAINED],
+            "no prefill worker is ready, the others read prompts themselves meanwhile: prefill-0 is drained "
+            "(its successor is due)",
+        ),
+        ([decode("decode-0"), NEVER_MET], "never met: prefill-0 is lost (Connection refused)"),
+        ([decode("decode-0"), decode("decode-1", "lost", "no progress")], "decode-1 is lost (no progress)"),
+    ],
+)
+async def test_a_gateway_that_serves_says_who_is_away(workers: list[Worker], degraded: str) -> None:
+    fleet = Crew(*workers)
     async with (
         serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url,
         httpx.AsyncClient(timeout=60) as client,
@@ -194,9 +213,8 @@ async def test_who_was_told_to_leave_is_not_called_lost_and_a_pool_without_worke
         served = (await client.get(f"{url}/ready")).json()
         fleet.is_ready = False
         refused = (await client.get(f"{url}/ready")).json()
-    away = f"prefill-0 is drained ({reason})"
-    assert served["degraded"] == f"no prefill worker is ready, the others read prompts themselves meanwhile: {away}"
-    assert (refused["reason"], refused["degraded"]) == (away, "")
+    assert (served["ready"], served["degraded"]) == (True, degraded)
+    assert refused["degraded"] == ""
 
 
 async def test_a_pool_that_others_stand_in_for_is_named() -> None:
@@ -208,19 +226,6 @@ async def test_a_pool_that_others_stand_in_for_is_named() -> None:
     headline = " ".join((await ask(fleet)).split())
     assert f"meanwhile: decode-0 is lost ({starting})" in headline
     assert "the others stand in and serve whole requests meanwhile" in headline
-
-
-async def test_a_worker_that_was_never_met_is_missed_although_others_serve() -> None:
-    fleet = Crew(
-        Worker(worker_id="decode-0", info=info("decode-0", WorkerRole.DECODE)),
-        Worker(worker_id="prefill-0", state="lost", reason="Connection refused"),
-    )
-    async with (
-        serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url,
-        httpx.AsyncClient(timeout=60) as client,
-    ):
-        told = (await client.get(f"{url}/ready")).json()
-    assert (told["ready"], told["degraded"]) == (True, "never met: prefill-0 is lost (Connection refused)")
 
 
 async def test_a_flipped_worker_is_shown_with_its_role_and_a_sleeping_fleet_as_asleep() -> None:
@@ -237,19 +242,6 @@ def test_the_planner_and_until_when_it_leaves_a_change_alone_are_shown() -> None
     assert [str(line) for line in _fleet(capacity)] == ["planner: prefill 0 to 2, decode 1 to 4"]
     told = planner_words(planner | {"manual_until_s": 1200.0}, 600.0)
     assert re.fullmatch(r"prefill .*; an operator's change holds until \d\d:\d\d:00, for 10 min more", told)
-
-
-async def test_a_lost_worker_is_named_although_its_pool_has_another() -> None:
-    fleet = Crew(
-        Worker(worker_id="decode-0", info=info("decode-0", WorkerRole.DECODE)),
-        Worker(worker_id="decode-1", state="lost", reason="no progress", info=info("decode-1", WorkerRole.DECODE)),
-    )
-    async with (
-        serving(make_gateway(Scripted(saying("hi")), fleet=fleet)) as url,
-        httpx.AsyncClient(timeout=60) as client,
-    ):
-        told = (await client.get(f"{url}/ready")).json()
-    assert (told["ready"], told["degraded"]) == (True, "decode-1 is lost (no progress)")
 
 
 async def test_json_is_all_of_it() -> None:

@@ -45,7 +45,6 @@ def test_grpc_follows_the_port(port: int, grpc_port: int) -> None:
 def test_workers_get_the_settings_of_lanes() -> None:
     config = config_of(lanes={"transport": "collective", "stall_s": 8})
     assert (config.worker.lanes.transport, config.worker.lanes.stall_s) == ("collective", 8.0)
-    assert config.lanes is config.worker.lanes
 
 
 def test_gateway_and_workers_call_the_model_alike(tmp_path: Path) -> None:

@@ -50,13 +50,11 @@ async def test_whoever_is_cut_off_gets_a_typed_error_after_what_came_before() ->
     generate = Cutoff(model)
     reading = asyncio.create_task(read(generate))
     await model.thinking.wait()
-    assert generate.num_running == 1
     generate.cut()
     tokens, message = await reading
     assert tokens == [TokenDelta(token_ids=(7,))]
     assert "stopping" in message
     assert model.aborted
-    assert generate.num_running == 0
 
 
 async def test_nothing_new_runs_after_the_cut() -> None:

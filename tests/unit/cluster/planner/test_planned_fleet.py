@@ -178,7 +178,7 @@ async def test_a_decision_of_a_flip_and_a_start_flips_first(monkeypatch: pytest.
 
     def grown(*_: object, now: float, **__: object) -> FleetDecision:
         return FleetDecision(
-            at_s=now, counts={PREFILL: 3, DECODE: 1}, reason="late", expected=1.0, flips={(DECODE, PREFILL): 1},
+            at_s=now, counts={PREFILL: 3, DECODE: 1}, reason="late", flips={(DECODE, PREFILL): 1},
             memory=PlannerMemory(),
         )  # fmt: skip
 

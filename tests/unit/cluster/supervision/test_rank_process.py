@@ -138,7 +138,7 @@ async def test_a_rank_without_orders_is_not_adopted_but_ended(tmp_path: Path) ->
     """Its supervisor died between its start and its orders."""
     pid = start(tmp_path)
     with pytest.raises(WorkerLost, match="had no spec yet"):
-        await RankLink.attach(tmp_path, "d0.1.0", pid, lambda pid: None)
+        await RankLink.connect(tmp_path, "d0.1.0", pid, AttachRank(), lambda pid: None)
     await asyncio.wait_for(ended(pid), PATIENCE_S)
 
 
@@ -147,7 +147,7 @@ async def test_that_a_rank_is_gone_is_known_at_once_with_the_reason(tmp_path: Pa
     kill_process(tmp_path, "d0.1.0", pid)
     await asyncio.wait_for(ended(pid), PATIENCE_S)
     with pytest.raises(WorkerLost, match=r"ended by signal 9 \(check dmesg for the out-of-memory killer\)"):
-        await RankLink.attach(tmp_path, "d0.1.0", pid, lambda pid: -9)
+        await RankLink.connect(tmp_path, "d0.1.0", pid, AttachRank(), lambda pid: -9)
 
 
 def test_another_process_that_has_the_id_now_is_spared(tmp_path: Path) -> None:

@@ -98,7 +98,9 @@ def broken_trial(seed: int, **more: Any) -> str:
     except (AssertionError, BaseExceptionGroup) as error:
         failure = error
     else:
-        pytest.fail(f"{made.replay}: what is broken here is not found: mend what looks for it, or give another seed")
+        pytest.fail(
+            f"--replay {made.seed}: what is broken here is not found: mend what looks for it, or give another seed"
+        )
     assert soak_trial.is_broken_invariant(failure)
     return soak_trial.reason(failure)
 

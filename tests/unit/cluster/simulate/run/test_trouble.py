@@ -32,7 +32,7 @@ def test_no_invariant_breaks_whatever_happens(first: int) -> None:
         try:
             soak_trial.run(soak_trial.trial(seed))
         except (AssertionError, BaseExceptionGroup) as error:
-            pytest.fail(f"{soak_trial.trial(seed).replay}: {soak_trial.reason(error)}")
+            pytest.fail(f"--replay {seed}: {soak_trial.reason(error)}")
 
 
 def leapt_and_stepped(made: soak_trial.SoakTrial) -> list[SimulationOutcome]:
