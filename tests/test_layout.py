@@ -85,7 +85,7 @@ def test_loggers_are_named_below_baton() -> None:
     report(offences())
 
 
-def test_no_product_package_reads_what_can_run_code() -> None:
+def test_no_package_can_execute_what_it_reads() -> None:
     """Between our processes travels msgpack of listed types (`protos.codec`), on disk safetensors and JSON."""
 
     def offences() -> Iterator[str]:
@@ -375,7 +375,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_documents_link_to_what_exists() -> None:
+def test_documents_link_to_existing_targets() -> None:
     inline, reference = re.compile(r"\]\(([^)\s]+)\)"), re.compile(r"^\[[^\]]+\]: (\S+)$")
 
     def offences() -> Iterator[str]:

@@ -39,7 +39,7 @@ def ran(tmp_path: Path, *options: str, **files: str) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
-def test_a_process_that_dies_costs_one_test_and_no_more(tmp_path: Path) -> None:
+def test_a_dead_process_costs_one_test(tmp_path: Path) -> None:
     """One dies in the middle of its file, one in the last test of its file, by a signal."""
     fine = "def test_{0}(): pass\n"
     files = {f"test_{name}": "".join(fine.format(number) for number in range(4)) for name in "abcdef"}
@@ -52,7 +52,7 @@ def test_a_process_that_dies_costs_one_test_and_no_more(tmp_path: Path) -> None:
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
 
 
-def test_what_happens_to_a_process_after_its_last_test_fails_none(tmp_path: Path) -> None:
+def test_a_crash_after_the_last_test_fails_none(tmp_path: Path) -> None:
     """It is shown: a library may end badly with its process."""
     done = ran(tmp_path, test_a="import atexit, os\ndef test_0(): atexit.register(os._exit, 3)\n")
     assert "1 passed" in done.stdout
@@ -78,7 +78,7 @@ def test_both_of_two_processes_may_die_at_once(tmp_path: Path) -> None:
     assert "2 failed, 5 passed" in done.stdout
 
 
-def test_what_a_test_prints_and_where_it_failed_is_shown(tmp_path: Path) -> None:
+def test_a_tests_output_and_its_failure_are_shown(tmp_path: Path) -> None:
     """Also of a process that a timeout has ended."""
     late = "import time\ndef test_late():\n    print('as far as this')\n    while True: time.sleep(0.01)\n"
     wrong = "def test_wrong():\n    print('before it')\n    assert 1 == 2\n"
@@ -122,7 +122,7 @@ def test_fixtures_end_where_the_next_test_does_not_use_them(tmp_path: Path) -> N
     assert sum(what.count("file ends") for what in notes.values()) == 4
 
 
-def test_no_more_tests_run_when_enough_have_failed(tmp_path: Path) -> None:
+def test_enough_failures_stop_the_run(tmp_path: Path) -> None:
     """The running tests are stopped, and clean up."""
     waits = """
         import time

@@ -18,7 +18,7 @@ def sights(four: Deployed) -> list[dict[str, Any]]:
     return [reply["sight"] for reply in replied]
 
 
-def test_the_requests_of_every_process_are_reported_while_someone_wants_them(four: Deployed) -> None:
+def test_all_processes_report_requests_when_queried(four: Deployed) -> None:
     four.wait_until(lambda: len(sights(four)) == 2)
     with ThreadPoolExecutor(8) as clients:
         list(clients.map(lambda number: four.text(f"# {number}", max_tokens=4), range(8)))

@@ -210,13 +210,13 @@ async def test_unlike_pools_hand_over_every_heads_kv(
         assert 0 <= load.transfer_hidden_s <= load.transfer_s, "more is hidden than has travelled"
 
 
-async def test_a_decode_worker_short_of_blocks_preempts_and_still_says_the_same(oracle: Oracle) -> None:
+async def test_preemption_on_a_decode_worker_changes_no_token(oracle: Oracle) -> None:
     folder, expected = oracle("llama")
     async with pair_of(folder, config_for(folder), config_for(folder, num_blocks=22)) as pair:
         assert await pair.answers(PROMPTS) == expected
 
 
-async def test_sampled_tokens_depend_on_the_seed_and_not_on_the_company(oracle: Oracle) -> None:
+async def test_sampled_tokens_depend_on_the_seed_not_on_the_batch(oracle: Oracle) -> None:
     folder, _ = oracle("llama")
     config = config_for(folder)
     sampling = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True, repetition_penalty=1.2)
@@ -242,7 +242,7 @@ async def test_a_client_that_leaves_frees_both_pools(oracle: Oracle) -> None:
         await pair.settle()
 
 
-async def test_a_prompt_may_wait_for_its_prefill_worker_longer_than_a_lease(oracle: Oracle) -> None:
+async def test_a_prompt_may_wait_longer_than_a_lease(oracle: Oracle) -> None:
     folder, expected = oracle("llama")
     config = config_for(folder)
     lease_s = 2.0  # a busy machine may stand still for one

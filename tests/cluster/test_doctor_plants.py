@@ -120,9 +120,7 @@ async def test_a_certificate_for_another_host(tmp_path: Path, monkeypatch: pytes
         assert await names(f"https://127.0.0.1:{port}") == ["tls-name", "gateway-unreachable"]
 
 
-async def test_a_host_whose_clock_is_wrong_and_a_certificate_that_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_wrong_clock_and_expiring_certificate_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is that of the doctor's host: the two are the same to it."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")

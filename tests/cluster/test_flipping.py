@@ -37,7 +37,7 @@ async def flip(cluster: Cluster, worker_id: str, role: WorkerRole) -> None:
         await cluster.fleet.wait(until=clock() + 30)
 
 
-async def test_a_flip_under_streams_changes_no_token_and_the_worker_works_in_its_new_role(checkpoint: Path) -> None:
+async def test_a_flip_under_streams_changes_no_token(checkpoint: Path) -> None:
     async with cluster_of(checkpoint, "prefill-0", "decode-0", "decode-1") as cluster:
         may_flip(cluster)
         undisturbed = [await client.answer() for client in await ask_all(cluster)]
@@ -57,7 +57,7 @@ async def test_a_flip_under_streams_changes_no_token_and_the_worker_works_in_its
         assert cluster.generate.num_resumed == 0, "nothing was computed again"
 
 
-async def test_a_flip_that_is_taken_back_leaves_the_worker_as_it_was(checkpoint: Path) -> None:
+async def test_a_reverted_flip_leaves_the_worker_unchanged(checkpoint: Path) -> None:
     """With no other decode worker the sequences stay until they end: time enough to change one's mind."""
     async with cluster_of(checkpoint, "decode-0") as cluster:
         may_flip(cluster)

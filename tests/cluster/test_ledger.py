@@ -75,7 +75,7 @@ async def rows(front: GatewayServer, count: int, by: str = "tenant") -> dict[str
                 return report
 
 
-async def test_the_ledger_is_what_clients_received(front: GatewayServer) -> None:
+async def test_the_ledger_equals_the_clients_tokens(front: GatewayServer) -> None:
     received = dict.fromkeys(("prompt_tokens", "completion_tokens"), 0)
     async with client(front, KEY) as acme, client(front, OTHER) as other:
         for options in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
@@ -220,7 +220,7 @@ async def test_the_commands_show_it(front: GatewayServer) -> None:
     assert "device hours at 36 USD" in costs
 
 
-async def test_a_report_of_old_times_says_that_it_is_of_whole_hours(front: GatewayServer, tmp_path: Path) -> None:
+async def test_a_report_of_old_times_is_widened_to_hours(front: GatewayServer, tmp_path: Path) -> None:
     store = LedgerStore(ledger_database(tmp_path / "ledger.db"))
     store.write(replace(ROW, at_s=time.time() - 10 * 86_400))
     await asyncio.to_thread(store.close)

@@ -105,7 +105,7 @@ def named(worker_id: str) -> WorkerParts:
 
 
 @pytest.mark.parametrize("is_quiet", [False, True], ids=["faults", "quiet"])
-async def test_the_sums_are_what_clients_received(tmp_path: Path, is_quiet: bool) -> None:
+async def test_the_sums_equal_the_clients_tokens(tmp_path: Path, is_quiet: bool) -> None:
     config = RouterConfig(
         model_path=Path(DEMO["model"]), model_name="demo", grpc_port=0, policy="round_robin",
         ledger=LedgerConfig(path=str(tmp_path / "ledger.db")),

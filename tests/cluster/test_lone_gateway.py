@@ -49,7 +49,7 @@ async def freed(caplog: pytest.LogCaptureFixture, *, times: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_what_a_gateway_had_asked_for_is_freed_when_it_hangs_or_dies(
+async def test_reservations_of_a_dead_or_hung_gateway_are_freed(
     deploy: Callable[..., Deployed], caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Gate(ToyRunner(WEIGHT, BLOCK, VOCAB))

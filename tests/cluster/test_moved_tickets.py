@@ -78,7 +78,9 @@ def has_moved(source: Half | Distant, destination: Half | Distant) -> bool:
 @SIGNALS
 @FROM_THERE
 @pytest.mark.parametrize("moved", [False, True])
-def test_a_sequence_whose_old_worker_goes(here: Half, there: Distant, blow: signal.Signals, moved: bool) -> None:
+def test_a_sequence_survives_the_loss_of_its_old_worker(
+    here: Half, there: Distant, blow: signal.Signals, moved: bool
+) -> None:
     ticket = begin_to_move(there, here)
     if moved:
         until(lambda: has_moved(there, here))
@@ -98,7 +100,7 @@ def test_a_sequence_whose_old_worker_goes(here: Half, there: Distant, blow: sign
 
 @SIGNALS
 @TO_THERE
-def test_a_sequence_whose_new_worker_goes_stays(here: Half, there: Distant, blow: signal.Signals) -> None:
+def test_a_sequence_stays_if_its_new_worker_is_lost(here: Half, there: Distant, blow: signal.Signals) -> None:
     begin_to_move(here, there)
     there.signal(blow)
     until(lambda: here.step() or not here.side.engine.has_work())
@@ -120,7 +122,7 @@ def begin_to_pull(reader: Half | Distant, holder: Half | Distant) -> Ticket:
 @SIGNALS
 @TO_THERE
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_pull_whose_holder_goes_is_computed(here: Half, there: Distant, blow: signal.Signals, shared: bool) -> None:
+def test_a_pull_from_a_lost_worker_is_computed(here: Half, there: Distant, blow: signal.Signals, shared: bool) -> None:
     """Unless all of it has come."""
     pull = begin_to_pull(here, there)
     if shared:
@@ -136,7 +138,7 @@ def test_a_pull_whose_holder_goes_is_computed(here: Half, there: Distant, blow: 
 
 @SIGNALS
 @FROM_THERE
-def test_what_is_held_for_a_reader_that_goes_is_given_back(here: Half, there: Distant, blow: signal.Signals) -> None:
+def test_blocks_held_for_a_lost_reader_are_released(here: Half, there: Distant, blow: signal.Signals) -> None:
     pull = begin_to_pull(there, here)
     there.signal(blow)
     here.share(pull, PROMPT[:8])

@@ -111,7 +111,7 @@ class Asking:
 
 
 @pytest.mark.parametrize(("number", "kinds"), [*enumerate(rounds())])
-def test_whatever_is_killed_no_answer_changes_and_the_cluster_heals(
+def test_killed_processes_change_no_answer_and_the_cluster_heals(
     four: Deployed, undisturbed: list[list[Choice]], toll: Toll, number: int, kinds: Sequence[str]
 ) -> None:
     chance = random.Random(number)
@@ -143,9 +143,7 @@ def test_whatever_is_killed_no_answer_changes_and_the_cluster_heals(
     }, "only those killed start anew"
 
 
-def test_a_ray_that_stands_still_is_named_until_it_goes_on_or_is_given_up(
-    four: Deployed, undisturbed: list[list[Choice]]
-) -> None:
+def test_a_hung_ray_is_named_until_it_answers_or_is_given_up(four: Deployed, undisturbed: list[list[Choice]]) -> None:
     before, chance = serving_pids(four), random.Random(0)
     asking = Asking(four.url, undisturbed, may_break=False)
     try:
@@ -164,7 +162,7 @@ def test_a_ray_that_stands_still_is_named_until_it_goes_on_or_is_given_up(
     assert serving_pids(four) == before
 
 
-def test_a_worker_that_is_killed_after_all_that_is_started_again(four: Deployed) -> None:
+def test_a_worker_killed_after_recovery_is_restarted(four: Deployed) -> None:
     launches = four.count("^decode-0: runs in process")
     killed = serving_pids(four)["decode-0"]
     os.kill(killed, signal.SIGKILL)

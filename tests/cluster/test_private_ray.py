@@ -67,7 +67,7 @@ def _port_is_written(folder: Path) -> bool:
     return False
 
 
-def test_a_control_store_that_ends_while_ray_is_being_started_is_not_waited_for() -> None:
+def test_a_control_store_that_ends_at_the_start_is_not_awaited() -> None:
     """Ray's library waits for a minute."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="baton-") as folder:
         with subprocess.Popen([sys.executable, "-c", START, folder], stdout=subprocess.PIPE, text=True) as starting:

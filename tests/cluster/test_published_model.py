@@ -66,12 +66,12 @@ def prompt_ids(tokenizer: Any, question: str) -> list[int]:
     return ids
 
 
-def test_template_and_tokens_are_those_of_transformers(served: Deployed, tokenizer: Any) -> None:
+def test_template_and_tokens_equal_those_of_transformers(served: Deployed, tokenizer: Any) -> None:
     for question in QUESTIONS:
         assert asked(served, "/tokenize", question)["tokens"] == prompt_ids(tokenizer, question)
 
 
-def test_greedy_answers_are_those_of_transformers(served: Deployed, tokenizer: Any) -> None:
+def test_greedy_answers_equal_those_of_transformers(served: Deployed, tokenizer: Any) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 

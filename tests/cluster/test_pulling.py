@@ -54,7 +54,7 @@ def keen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.dispatch.prefix_pull.GAIN", 0.0)
 
 
-async def test_a_worker_reads_what_another_has_cached(checkpoint: Path) -> None:
+async def test_a_worker_reads_a_prefix_cached_by_another(checkpoint: Path) -> None:
     async with cluster_of(checkpoint, "colocated-0", "colocated-1") as cluster:
         there, here = reading_at(cluster, "colocated-0"), reading_at(cluster, "colocated-1")
         expected, none_cached = await answer(there, "first")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.mark.parametrize("form", ["gptq", "gguf"])
-async def test_pools_of_different_tensor_parallelism_answer_as_the_oracle(form: str, tmp_path: Path) -> None:
+async def test_pools_of_different_tensor_parallelism_match_the_oracle(form: str, tmp_path: Path) -> None:
     """Cold, then from what the workers have cached."""
     if form == "gptq":
         path, ranks = tmp_path, (2, 1)

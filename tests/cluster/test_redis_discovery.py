@@ -102,7 +102,7 @@ async def supervised(redis: RedisServer, *, token: str = "", orphan_s: float = 0
     return supervisor
 
 
-async def test_workers_are_found_by_gateways_that_were_there_and_by_those_that_come_later(redis: RedisServer) -> None:
+async def test_early_and_late_gateways_find_the_workers(redis: RedisServer) -> None:
     supervisor = await supervised(redis)
     # The period is longer than the test may take: what arrives has been published.
     async with gateway(redis, period_s=10 * PATIENCE_S) as (early, _):
@@ -117,7 +117,7 @@ async def test_workers_are_found_by_gateways_that_were_there_and_by_those_that_c
     await supervisor.redis.close()
 
 
-async def test_gateways_know_what_is_starting_until_it_serves_or_its_supervisor_dies(redis: RedisServer) -> None:
+async def test_gateways_see_starting_workers_until_they_serve_or_fail(redis: RedisServer) -> None:
     supervisor = await supervised(redis)
     half, most = (Successor(role=WorkerRole.DECODE, loaded=loaded) for loaded in (0.5, 0.95))
     async with gateway(redis) as (members, _):
@@ -136,7 +136,7 @@ async def test_gateways_know_what_is_starting_until_it_serves_or_its_supervisor_
         assert "prefill-0" not in members.addresses
 
 
-async def test_gateways_know_what_is_wrong_behind_the_workers_until_it_is_right_or_its_supervisor_dies(
+async def test_gateways_see_a_fault_until_it_ends_or_its_supervisor_dies(
     redis: RedisServer,
 ) -> None:
     supervisor = await supervised(redis)
@@ -152,7 +152,7 @@ async def test_gateways_know_what_is_wrong_behind_the_workers_until_it_is_right_
         await members.until(lambda: members.degraded == "")
 
 
-async def test_a_gateway_learns_a_runs_token_with_each_address_before_the_worker_joins(redis: RedisServer) -> None:
+async def test_a_gateway_gets_a_runs_token_before_the_worker_joins(redis: RedisServer) -> None:
     """A supervisor that has its token from a file announces none: its gateways have that file."""
     told: list[tuple[str, ...]] = []
 
@@ -204,7 +204,7 @@ async def test_a_lease_is_renewed_and_ends_with_its_announcer(redis: RedisServer
         await members.until(lambda: members.addresses == {})
 
 
-async def test_workers_that_outlive_their_supervisor_stay_and_its_absence_is_named(redis: RedisServer) -> None:
+async def test_workers_without_a_supervisor_stay_and_its_loss_is_named(redis: RedisServer) -> None:
     supervisor = await supervised(redis, orphan_s=10 * PATIENCE_S)
     await supervisor.announce("decode-0", "h:1")
     async with gateway(redis) as (members, _):
@@ -255,7 +255,7 @@ async def test_a_successors_word_is_not_taken_back(redis: RedisServer) -> None:
         await new.redis.close()
 
 
-async def test_workers_are_kept_while_redis_is_away_and_after_it_forgot_them(redis: RedisServer) -> None:
+async def test_workers_are_kept_while_redis_is_away_or_empty(redis: RedisServer) -> None:
     supervisor = await supervised(redis)
     async with gateway(redis) as (members, discovery):
         await supervisor.announce("decode-0", "h:1")
@@ -282,14 +282,14 @@ async def test_workers_are_kept_while_redis_is_away_and_after_it_forgot_them(red
     await supervisor.redis.close()
 
 
-async def test_a_redis_that_is_not_there_is_refused_at_the_start_without_its_password(tmp_path: Path) -> None:
+async def test_an_unreachable_redis_is_refused_without_its_password(tmp_path: Path) -> None:
     absent = RedisServer(tmp_path)
     with pytest.raises(Misconfigured, match="no Redis answers at redis://127") as refused:
         await connect(f"redis://:secret@127.0.0.1:{absent.port}/2")
     assert "secret" not in refused.value.message
 
 
-async def test_what_others_write_to_its_keys_costs_nobody_a_worker(redis: RedisServer) -> None:
+async def test_foreign_values_in_its_keys_cost_no_worker(redis: RedisServer) -> None:
     supervisor, client = await supervised(redis), await connect(redis.url)
     async with gateway(redis) as (members, discovery):
         await supervisor.announce("decode-0", "h:1")

@@ -20,7 +20,7 @@ from tests.unit.cluster.capacity.staged_fleet import CONFIGURED, DECODE, PREFILL
 pytestmark = pytest.mark.cluster
 
 
-async def test_a_gateway_elsewhere_changes_the_fleet_and_the_record_outlives_the_owner(redis: RedisServer) -> None:
+async def test_a_remote_gateway_changes_the_fleet_and_the_record_stays(redis: RedisServer) -> None:
     fleet = StagedFleet()
     client = await connect(redis.url)
     store = record_of(client)
@@ -61,7 +61,7 @@ async def test_a_gateway_elsewhere_changes_the_fleet_and_the_record_outlives_the
     await client.aclose()
 
 
-async def test_an_order_without_an_owner_is_refused_and_not_left_for_a_later_one(
+async def test_an_order_without_an_owner_is_refused_and_not_stored(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.capacity.redis_fleet.REPLY_S", 0.0)
@@ -74,7 +74,7 @@ async def test_an_order_without_an_owner_is_refused_and_not_left_for_a_later_one
     await client.aclose()
 
 
-async def test_what_a_planner_has_learned_of_a_day_outlives_it(redis: RedisServer) -> None:
+async def test_a_planners_learned_day_outlives_it(redis: RedisServer) -> None:
     """The next `baton pools` knew no day."""
     client = await connect(redis.url)
     learned = learned_of(client, "b")

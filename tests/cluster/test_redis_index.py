@@ -144,7 +144,7 @@ def knows(gateway: Gateway, prompts: Iterable[range], worker_id: str = "w") -> C
 PROMPTS = [range(start, start + 40) for start in range(0, 500, 100)]
 
 
-async def test_a_gateway_knows_at_its_start_what_others_have_heard(redis: RedisServer) -> None:
+async def test_a_new_gateway_starts_with_the_others_events(redis: RedisServer) -> None:
     """From a snapshot and what was told after it; the worker itself then has nothing to repeat."""
     worker, first, second = Worker("w"), Gateway("g1", redis.url), Gateway("g2", redis.url)
     worker.read(*PROMPTS[:2])
@@ -183,7 +183,7 @@ async def test_a_gateway_follows_a_worker_that_only_another_one_hears(redis: Red
         await until(lambda: not far.matched(PROMPTS[-1]))
 
 
-async def test_siblings_of_a_burst_are_expected_together_at_every_gateway(redis: RedisServer) -> None:
+async def test_a_burst_is_expected_together_at_every_gateway(redis: RedisServer) -> None:
     worker, first, second = Worker("w"), Gateway("g1", redis.url), Gateway("g2", redis.url)
     async with opened(first, second):
         worker.meet(first)
@@ -209,7 +209,7 @@ async def test_tenants_share_nothing_through_redis_either(redis: RedisServer) ->
         assert second.index.match(salted, now=asyncio.get_running_loop().time()).blocks == {}
 
 
-async def test_what_a_dead_worker_held_is_gone_when_its_lease_ends(redis: RedisServer) -> None:
+async def test_a_dead_workers_blocks_expire_with_its_lease(redis: RedisServer) -> None:
     worker, near, far = Worker("w"), Gateway("near", redis.url), Gateway("far", redis.url)
     async with opened(near, far):
         worker.meet(near)
@@ -223,7 +223,7 @@ async def test_what_a_dead_worker_held_is_gone_when_its_lease_ends(redis: RedisS
         assert not [key for key in keys if "blocks:w" in key or "lease:w" in key]
 
 
-async def test_a_gateway_that_died_is_succeeded_by_one_that_hears_the_worker(redis: RedisServer) -> None:
+async def test_another_gateway_takes_over_a_dead_ones_lease(redis: RedisServer) -> None:
     worker, first, second = Worker("w"), Gateway("g1", redis.url), Gateway("g2", redis.url)
     third = Gateway("g3", redis.url)
     async with opened(second, third):
@@ -271,7 +271,7 @@ async def test_neither_a_paused_gateway_nor_a_former_life_is_believed(redis: Red
         await new.close()
 
 
-async def test_streams_are_trimmed_and_a_late_gateway_is_warm_all_the_same(redis: RedisServer) -> None:
+async def test_a_late_gateway_is_warm_despite_trimmed_streams(redis: RedisServer) -> None:
     limit = 100
     worker, first = Worker("w", num_blocks=100), Gateway("g1", redis.url, max_entries=limit)
     late = Gateway("g2", redis.url, max_entries=limit)
@@ -364,7 +364,7 @@ def worker_position(worker: Worker) -> tuple[int, int]:
     return (worker.log.incarnation, worker.log.next_seq)
 
 
-async def test_a_redis_that_is_full_is_logged_once_and_told_all_the_time(
+async def test_a_full_redis_is_logged_once_and_always_reported(
     redis: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It can be read, so that sharing would seem to begin again with every attempt."""
@@ -397,7 +397,7 @@ async def test_a_redis_that_is_full_is_logged_once_and_told_all_the_time(
     assert lines[1].startswith("the prefix index is shared through Redis")
 
 
-async def test_what_others_write_to_its_keys_is_left_out_with_one_line(
+async def test_foreign_values_in_its_keys_are_skipped_with_one_line(
     redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="baton.router")

@@ -78,7 +78,7 @@ async def test_a_rate_is_one_for_all_gateways(redis: RedisServer) -> None:
             assert 0 < refused.value.retry_after_s <= 15
 
 
-async def test_what_one_gateway_spent_the_other_refuses(redis: RedisServer) -> None:
+async def test_spending_at_one_gateway_limits_the_other(redis: RedisServer) -> None:
     tenant = Tenant(name="acme", tokens_per_min=600)
     async with gateways(redis) as (first, other):
         await first.enter(tenant, "a", 100, now())
@@ -102,7 +102,7 @@ async def test_as_many_at_once_as_may_on_all_gateways(redis: RedisServer) -> Non
         await until_entered(first, tenant, "c")
 
 
-async def test_what_a_dead_gateway_left_running_is_forgotten(
+async def test_running_requests_of_a_dead_gateway_are_forgotten(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_limits, "LEASE_S", 0.5)
@@ -120,7 +120,7 @@ async def test_what_a_dead_gateway_left_running_is_forgotten(
         await until_entered(other, tenant, "b")
 
 
-async def test_without_redis_every_gateway_keeps_the_limits_by_itself_and_then_together_again(
+async def test_without_redis_each_gateway_limits_alone(
     redis: RedisServer,
 ) -> None:
     tenant = Tenant(name="acme", max_concurrent=1)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cluster
 MARGIN = 0.05  # of the hit rate: gateways do not see each other's load, and break ties differently
 
 
-async def test_three_gateways_hit_what_one_hits(redis: RedisServer) -> None:
+async def test_three_gateways_hit_as_many_blocks_as_one(redis: RedisServer) -> None:
     alone = await hit_rate(1, num_bursts=40, settled=True)
     together = await hit_rate(3, num_bursts=40, settled=True, url=redis.url)
     assert together >= alone - MARGIN

@@ -71,7 +71,7 @@ async def refusals(address: str, metadata: Any) -> dict[str, object]:
     [(), (("authorization", "Bearer "),), (("authorization", f"Bearer {OURS.token}x"),), (("token", OURS.token),)],
     ids=["nothing", "an empty one", "another one", "elsewhere"],
 )
-async def test_without_the_token_no_call_is_answered_and_none_has_an_effect(worker: Worker, metadata: Any) -> None:
+async def test_calls_without_the_token_are_refused_without_effect(worker: Worker, metadata: Any) -> None:
     answers = await refusals(worker.info.address, metadata)
     refused = ("AioRpcError", grpc.StatusCode.UNAUTHENTICATED, Unauthenticated)
     assert answers == dict.fromkeys(answers, refused)
@@ -81,7 +81,7 @@ async def test_without_the_token_no_call_is_answered_and_none_has_an_effect(work
     await ours.close()
 
 
-async def test_members_call_with_the_token_and_others_are_told_what_is_missing(worker: Worker) -> None:
+async def test_calls_with_the_token_succeed_and_others_get_a_reason(worker: Worker) -> None:
     ours, stranger = client(worker.info.address), client(worker.info.address, PeerTls())
     assert (await ours.describe()).worker_id == "w"
     assert (await ours.health()).healthy
@@ -91,7 +91,7 @@ async def test_members_call_with_the_token_and_others_are_told_what_is_missing(w
     await stranger.close()
 
 
-async def test_a_token_that_was_announced_with_a_worker_counts_for_it_alone(worker: Worker) -> None:
+async def test_an_announced_token_is_valid_for_its_worker_only(worker: Worker) -> None:
     channels = Channels(PeerTls(token="of another supervisor".replace(" ", "-")))
     channels.learn(worker.info.address, OURS.token)
     member = WorkerClient(worker.info.address, connect_timeout_s=5.0, control_timeout_s=5.0, open_channel=channels)

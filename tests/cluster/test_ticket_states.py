@@ -90,9 +90,7 @@ def bring_to(reached: str, prefill: Half | Distant, decode: Half | Distant) -> T
 @SIGNALS
 @STATES
 @pytest.mark.parametrize("other", ["prefill"], indirect=True)
-def test_the_receiver_of_a_ticket_whose_sender_goes(
-    decode: Half, other: Distant, reached: str, blow: signal.Signals
-) -> None:
+def test_a_receiver_whose_sender_is_lost(decode: Half, other: Distant, reached: str, blow: signal.Signals) -> None:
     ticket = bring_to(reached, other, decode)
     other.signal(blow)
 
@@ -115,9 +113,7 @@ def test_the_receiver_of_a_ticket_whose_sender_goes(
 @SIGNALS
 @STATES
 @pytest.mark.parametrize("other", ["decode"], indirect=True)
-def test_the_sender_of_a_ticket_whose_receiver_goes(
-    prefill: Half, other: Distant, reached: str, blow: signal.Signals
-) -> None:
+def test_a_sender_whose_receiver_is_lost(prefill: Half, other: Distant, reached: str, blow: signal.Signals) -> None:
     ticket = bring_to(reached, prefill, other)
     other.signal(blow)
     if reached == "reserved":
@@ -133,7 +129,7 @@ def test_the_sender_of_a_ticket_whose_receiver_goes(
 
 @pytest.mark.parametrize("lanes", [PATIENT], ids=["killed"])
 @pytest.mark.parametrize("other", ["prefill"], indirect=True)
-def test_a_sender_that_dies_before_it_came_is_awaited_no_longer_than_its_ticket(decode: Half, other: Distant) -> None:
+def test_a_missing_sender_is_awaited_until_its_ticket_ends(decode: Half, other: Distant) -> None:
     """Its gateway hears that it is gone, and gives the reservation back; the lane goes with that."""
     decode.reserve("r", PROMPT)
     other.signal(signal.SIGKILL)

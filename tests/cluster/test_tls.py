@@ -87,7 +87,7 @@ async def described(address: str, peers: PeerTls) -> str:
         await client.close()
 
 
-async def test_a_worker_talks_to_those_its_authority_knows_and_to_nobody_else(files: Files) -> None:
+async def test_a_worker_accepts_certificates_of_its_authority_only(files: Files) -> None:
     async with toy(files.peers) as address:
         assert await described(address, files.peers) == "w"
         for nobody in (files.stranger, PeerTls()):
@@ -173,7 +173,7 @@ def test_files_that_are_no_certificates_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_key_that_wants_a_password_is_refused_and_nobody_is_asked_for_it(files: Files, tmp_path: Path) -> None:
+def test_an_encrypted_key_is_refused_without_a_prompt(files: Files, tmp_path: Path) -> None:
     key = load_pem_private_key(Path(files.face.key).read_bytes(), None)
     locked = tmp_path / "locked.key"
     locked.write_bytes(

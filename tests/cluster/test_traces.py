@@ -198,7 +198,7 @@ def collector_is_missed(caplog: pytest.LogCaptureFixture) -> bool:
     return any(record.name.startswith("opentelemetry.exporter") for record in caplog.records)
 
 
-async def test_what_a_collector_missed_is_sent_when_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
+async def test_spans_missed_by_a_collector_are_sent_later(caplog: pytest.LogCaptureFixture) -> None:
     away = Collector()
     async with serving(TelemetryConfig(endpoint=away.url)) as front:
         await ask(front, traceparent=f"00-{TRACE}-{CALLER}-01")
@@ -214,7 +214,7 @@ async def test_what_a_collector_missed_is_sent_when_it_is_back(caplog: pytest.Lo
     assert front.registry.get_sample_value("baton_traces_total", {"outcome": "sent"}) == 1.0
 
 
-def test_an_endpoint_that_is_none_is_refused() -> None:
+def test_an_invalid_endpoint_is_refused() -> None:
     with pytest.raises(Misconfigured, match="'collector:4318': give the URL of a collector"):
         TelemetryConfig(endpoint="collector:4318")
     with pytest.raises(Misconfigured, match="'authorization' without a value: write name=value"):

@@ -52,7 +52,7 @@ def test_a_chat_is_answered(up: Deployed) -> None:
     assert answer.json()["usage"]["completion_tokens"] > 0
 
 
-def test_a_long_prompt_is_read_by_prefill_and_its_kv_reaches_decode(up: Deployed) -> None:
+def test_a_long_prompt_reaches_decode_from_prefill(up: Deployed) -> None:
     prompt = f"# nobody has asked this before\n{LONG}"
     read, received = (
         up.metric("baton_pool_prompt_tokens_total", "prefill"),
@@ -101,7 +101,7 @@ def test_an_answer_fits_the_schema_it_was_asked_for(up: Deployed) -> None:
     jsonschema.validate(json.loads(choice.message.content or ""), schema)
 
 
-def test_many_at_once_get_what_each_gets_alone(up: Deployed) -> None:
+def test_concurrent_answers_equal_single_ones(up: Deployed) -> None:
     prompts = [f"# case {number}\n{LONG[: 60 * (number % 6 + 1)]}" for number in range(32)]
     alone = [up.text(prompt, max_tokens=8) for prompt in prompts[:4]]
     with ThreadPoolExecutor(len(prompts)) as clients:

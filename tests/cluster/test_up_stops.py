@@ -20,7 +20,7 @@ Deploy = Callable[..., Deployed]
 PORTS = ("--port", "0", "--grpc-port", "0")
 
 
-def test_two_ranks_answer_as_one_die_as_one_and_leave_nothing(up: Deployed, deploy: Deploy) -> None:
+def test_two_ranks_answer_and_die_as_one(up: Deployed, deploy: Deploy) -> None:
     """One cluster for three things, because it takes seconds to start."""
     pair = deploy("up", *PORTS, *PRECISE, "--colocated", "--tp", "2")
     assert pair.text(LONG) == up.text(LONG)
@@ -55,7 +55,7 @@ def test_a_model_that_cannot_be_served_ends_it_with_the_reason(deploy: Deploy, t
     assert cluster.processes() == {}
 
 
-def test_settings_that_only_a_worker_can_refuse_end_it_with_the_reason(deploy: Deploy) -> None:
+def test_settings_refused_by_a_worker_end_it_with_the_reason(deploy: Deploy) -> None:
     settings = "worker.num_blocks=8", "worker.max_model_len=512"
     cluster = deploy(
         "up", "--workers", "1", *PORTS, *PRECISE, *(word for setting in settings for word in ("--set", setting))

@@ -52,7 +52,7 @@ class FakeRanks:
         del self.loaded[adapter_id]
 
 
-async def test_gateways_see_what_is_loaded_and_memory_is_freed_when_it_is_unloaded() -> None:
+async def test_gateways_see_loaded_adapters_and_unloading_frees_memory() -> None:
     parts, ranks = parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB)), FakeRanks()
     parts.engine.adapters = ServedAdapters(ranks, "toy")
     worker = Worker(parts)

@@ -162,7 +162,7 @@ async def test_a_bad_request_is_answered_with_its_error(worker: Worker) -> None:
     await gateway.close()
 
 
-async def test_a_draining_worker_serves_what_it_has_and_takes_nothing_new(worker: Worker) -> None:
+async def test_a_draining_worker_finishes_and_takes_nothing_new(worker: Worker) -> None:
     gateway = Gateway(worker.info.address, "g")
     gateway.submit("old", tuple(range(8)))
     while not (await gateway.read()).updates:
@@ -270,7 +270,7 @@ async def test_a_reservation_goes_with_the_stream_of_its_gateway(monkeypatch: py
     await worker.stop()
 
 
-async def test_what_a_gateway_submits_on_its_new_stream_outlives_the_old_one() -> None:
+async def test_requests_of_a_new_stream_outlive_the_old_one() -> None:
     """The end of a broken connection may be heard after the next one's first request, and must not end it unsaid."""
     parts = parts_of(Slow(ToyRunner(WEIGHT, BLOCK, VOCAB)))
     worker = Worker(replace(parts, reserve=ticket_for(parts)))
@@ -288,7 +288,7 @@ async def test_what_a_gateway_submits_on_its_new_stream_outlives_the_old_one() -
     await worker.stop()
 
 
-async def test_a_stream_that_ends_before_it_is_taken_up_is_not_kept() -> None:
+async def test_a_stream_that_ends_before_use_is_dropped() -> None:
     gate = Gate(ToyRunner(WEIGHT, BLOCK, VOCAB))
     gate.open.clear()
     parts = parts_of(gate)
@@ -312,7 +312,7 @@ async def test_a_stream_that_ends_before_it_is_taken_up_is_not_kept() -> None:
     await worker.stop()
 
 
-async def test_kv_that_fails_after_the_first_token_is_told_to_its_gateway() -> None:
+async def test_a_late_kv_failure_reaches_its_gateway() -> None:
     worker = Worker(parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB), HandsOver()))
     await worker.start("127.0.0.1")
     gateway = Gateway(worker.info.address, "g")
@@ -359,7 +359,7 @@ async def test_a_step_that_hangs_is_not_healthy() -> None:
     await served.stop()
 
 
-async def test_a_worker_whose_lane_hangs_for_good_is_not_healthy() -> None:
+async def test_a_worker_with_a_hung_lane_is_unhealthy() -> None:
     lane = LaneStats(peer="d0#1", transport="nccl", state="open", num_bytes=0, busy_s=0.0, idle_s=0.0)
     lanes = [lane]
     served = Worker(replace(parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB)), lanes=lambda: lanes))
@@ -374,7 +374,7 @@ async def test_a_worker_whose_lane_hangs_for_good_is_not_healthy() -> None:
     await served.stop()
 
 
-async def test_a_gateway_that_does_not_read_is_cut_off_and_its_requests_end() -> None:
+async def test_a_gateway_that_does_not_read_is_disconnected() -> None:
     parts = parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB))
     servicer = WorkerServicer(
         info=parts.info, engine=parts.engine, clock=time.monotonic, stats=lambda: pytest.fail("nobody asked")
@@ -404,7 +404,7 @@ async def test_a_gateway_that_does_not_read_is_cut_off_and_its_requests_end() ->
     parts.engine.assert_idle()
 
 
-async def test_a_reservation_refused_does_not_take_a_running_request_from_its_gateway() -> None:
+async def test_a_refused_reservation_keeps_the_running_request() -> None:
     """A renewal may come when the request has been adopted already."""
 
     def refuse(asked: ReserveRequest, now: float) -> Ticket:

@@ -234,7 +234,7 @@ def test_scores_are_capped_and_sinks_take_their_share(name: str, softcap: float,
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.parametrize("seed", range(8))
-def test_keys_and_values_in_8_bits_stand_for_what_they_were_rounded_to(name: str, seed: int, kv_dtype: KVDtype) -> None:
+def test_cached_8_bit_keys_and_values_have_their_rounded_value(name: str, seed: int, kv_dtype: KVDtype) -> None:
     filled = Filled(Case.random(seed), torch.float32, device_of(name), kv_dtype=kv_dtype)
     torch.testing.assert_close(filled.run(name).double(), filled.expected(), rtol=1e-5, atol=1e-5)
 
@@ -263,7 +263,7 @@ def test_bfloat16_backends_agree_to_its_precision(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BACKENDS))
-def test_the_next_step_sees_what_the_last_one_wrote_and_other_windows(name: str) -> None:
+def test_a_step_reads_earlier_writes_through_any_window(name: str) -> None:
     """One backend object, two steps, two windows in the second: nothing of the first step's plan is left."""
     case = Case(rows=((6, 0), (1, 9)), block_size=4, num_heads=2, num_kv_heads=1, head_dim=8, window=3, seed=5)
     filled = Filled(case, torch.float32, device_of(name))

@@ -234,7 +234,7 @@ def test_a_copy_that_fails_leaves_the_file_as_it_was(contents: FileContents) -> 
         contents.read("b", 0, 1)
 
 
-def test_a_sweep_of_the_database_removes_what_no_one_ended(tmp_path: Path, database_url: str) -> None:
+def test_a_sweep_removes_abandoned_rows(tmp_path: Path, database_url: str) -> None:
     database = opened_database(tmp_path, database_url)
     contents = DatabaseContents(database)
     for file_id in ("known", "unknown"):
@@ -280,7 +280,7 @@ def test_a_large_file_goes_to_a_bucket_in_parts(s3: str, monkeypatch: pytest.Mon
     assert [content["Key"] for content in client.list_objects_v2(Bucket="files")["Contents"]] == [f"of/baton/{large}"]
 
 
-def test_a_sweep_leaves_alone_what_others_have_in_the_bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_keeps_foreign_objects_in_the_bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was below the prefix for a day, and no file of Baton's, was deleted."""
     import boto3
 

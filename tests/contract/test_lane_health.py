@@ -58,7 +58,7 @@ def load_of(end: Any) -> LaneLoad:
 # -- nobody needs it ---------------------------------------------------------------------------------------------------
 
 
-def test_a_lane_that_the_sender_gives_up_loses_nothing_and_comes_back(make_site: Sites) -> None:
+def test_a_lane_given_up_by_its_sender_reopens_without_loss(make_site: Sites) -> None:
     site = make_site()
     sender, receiver, ticket = meet(site)
     sent = [(chunk_of(ticket, index), kv(seed=index)) for index in range(3)]
@@ -104,7 +104,7 @@ def test_a_lane_that_the_receiver_gives_up_comes_back(make_site: Sites) -> None:
     assert arrived.chunk == chunk_of(ticket, 1)
 
 
-def test_an_expected_source_is_met_although_its_lane_was_about_to_end(make_site: Sites) -> None:
+def test_an_expected_source_connects_although_its_lane_was_closing(make_site: Sites) -> None:
     site = make_site()
     sender, receiver, ticket = meet(site)
     for _ in range(5):
@@ -215,7 +215,7 @@ def test_a_payload_with_another_checksum_ends_the_lane(make_site: Sites, monkeyp
 # -- what is told of it ------------------------------------------------------------------------------------------------
 
 
-def test_lanes_tell_over_what_they_go(make_site: Sites, over: str) -> None:
+def test_lanes_report_their_transport(make_site: Sites, over: str) -> None:
     site = make_site()
     sender, receiver, ticket = meet(site)
     push(site, sender, ticket, [(chunk_of(ticket, 0), kv())])
@@ -227,7 +227,7 @@ def test_lanes_tell_over_what_they_go(make_site: Sites, over: str) -> None:
         assert load_of(end) == LaneLoad(transport=expected[0], reason=expected[1], num_open=1, num_opened=1)
 
 
-def test_a_lane_whose_thread_does_not_end_is_stuck(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_whose_thread_hangs_is_stuck(make_site: Sites, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lane reports itself stuck when a library hangs."""
     monkeypatch.setattr(LaneWire, "abort", lambda self: None)
     site = make_site(stall_s=1.0, heartbeat_s=0.05)
@@ -246,7 +246,7 @@ def test_a_lane_whose_thread_does_not_end_is_stuck(make_site: Sites, monkeypatch
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["while others are missing", "while all prove what they share"])
-def test_a_source_that_dies_while_the_lane_is_opened_is_gone_at_once(make_site: Sites, alone: bool) -> None:
+def test_a_source_that_dies_during_opening_is_lost_at_once(make_site: Sites, alone: bool) -> None:
     """The connection to the rendezvous server closes, so a lane with long timeouts is lost, too."""
     layout = replace(LAYOUT, tp=2 if alone else 1)
     site = make_site(stall_s=600.0, heartbeat_s=0.5)

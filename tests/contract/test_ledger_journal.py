@@ -29,7 +29,7 @@ def end_and_be_killed(where: Where, folder: Path, written: Synchronized[int]) ->
     time.sleep(3600)
 
 
-def test_what_had_ended_when_its_process_was_killed_is_counted_by_another(ledger_at: Where, tmp_path: Path) -> None:
+def test_ended_requests_of_a_killed_process_are_counted(ledger_at: Where, tmp_path: Path) -> None:
     """Once, though the next ones look for it at the same time; a torn row at the end costs nothing."""
     context, folder = multiprocessing.get_context("fork"), tmp_path / "rows"
     written = context.Value("i", 0)
@@ -63,7 +63,7 @@ def unwritten(path: Path) -> bool:
     return any(path.read_bytes()[:8])
 
 
-def test_a_journal_has_only_what_is_not_written_yet(ledger_at: Where, tmp_path: Path) -> None:
+def test_a_journal_has_only_unwritten_rows(ledger_at: Where, tmp_path: Path) -> None:
     store = LedgerStore(ledger_database(ledger_at), journal=RowJournal(tmp_path / "rows"))
     for number in range(3):
         store.write(replace(ROW, request_id=f"r{number}"))
@@ -73,7 +73,7 @@ def test_a_journal_has_only_what_is_not_written_yet(ledger_at: Where, tmp_path: 
     assert len(rows(ledger_at)) == 3
 
 
-def test_rows_that_an_outage_keeps_from_the_ledger_wait_for_the_next_process(
+def test_rows_of_an_outage_wait_for_the_next_process(
     postgres: PostgresServer, postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "CLOSE_S", 0.5)

@@ -122,7 +122,7 @@ def test_a_report_says_from_when_on_requests_are_kept(ledger: Where) -> None:
                 sums(database, **(times | asked))
 
 
-def test_a_page_that_ends_within_an_hour_has_all_of_it_before_that_time(ledger: Where) -> None:
+def test_a_page_ending_within_an_hour_includes_all_before(ledger: Where) -> None:
     delete_old(ledger)
     with closing(ledger_database(ledger)) as database:
         asked = PageQuery(start_s=START, end_s=START + 2 * HOUR + 7, width_s=DAY, count=7, by=())

@@ -79,7 +79,7 @@ def keep_writing(where: Where, name: str) -> None:
         time.sleep(0.001)
 
 
-def test_a_killed_process_leaves_what_it_wrote_to_the_others(ledger_at: Where) -> None:
+def test_a_killed_process_leaves_its_rows_to_others(ledger_at: Where) -> None:
     store_at(ledger_at).close()
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=keep_writing, args=(ledger_at, name), daemon=True) for name in ("a", "b")]
@@ -103,7 +103,7 @@ def test_a_killed_process_leaves_what_it_wrote_to_the_others(ledger_at: Where) -
     assert "after" in rows(ledger_at)
 
 
-def test_what_cannot_be_a_database_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database " * 100)
     with pytest.raises(Misconfigured, match=r"router\.ledger\.path: .*text: file is not a database: give a file"):
         ledger_database(tmp_path / "text")
@@ -149,7 +149,7 @@ def test_sums_are_by_group_and_day(ledger: Where) -> None:
         summed(ledger, since_s=0, until_s=1, by=("secret",))
 
 
-def test_cost_is_what_was_used_and_what_was_idle(ledger: Where) -> None:
+def test_cost_is_use_plus_idle_time(ledger: Where) -> None:
     prices = PriceList(device_hour=3600.0, prices=(Price(since_s=0.0, model="*", usd={}),))
     report = cost(ledger, prices, since_s=20_000 * DAY, until_s=20_001 * DAY, by=("tenant",))
     assert report.fleet_device_s == 3 * 60 * 2
@@ -158,7 +158,7 @@ def test_cost_is_what_was_used_and_what_was_idle(ledger: Where) -> None:
     assert report.idle_usd == pytest.approx(357.0)
 
 
-def test_a_kind_of_tokens_has_what_is_charged_and_spent_for_it(ledger_at: Where) -> None:
+def test_each_kind_of_tokens_has_its_charge_and_cost(ledger_at: Where) -> None:
     """Rows of earlier versions do not tell what was charged for which."""
     store = store_at(ledger_at)
     kinds: dict[str, Any] = {"charged_input_usd": 0.25, "charged_cached_usd": 0.125, "charged_output_usd": 0.5}
@@ -190,7 +190,7 @@ def test_the_devices_of_several_models_are_added_up(ledger_at: Where) -> None:
     assert report.fleet_device_s == 60 * 5
 
 
-def test_what_workers_computed_is_told_beside_the_rows(ledger_at: Where) -> None:
+def test_workers_counts_are_reported_beside_the_rows(ledger_at: Where) -> None:
     """A worker that ran before the ledger did, one that starts anew, and two gateways that look at different times."""
     store, minute = store_at(ledger_at), int(ROW.at_s) // 60
     for worker, incarnation, after, prompt, output in (
@@ -217,7 +217,7 @@ def test_what_workers_computed_is_told_beside_the_rows(ledger_at: Where) -> None
 
 
 @pytest.mark.parametrize("bucket_s", [None, 1800, 3600, DAY])
-def test_sums_of_days_and_hours_are_those_of_requests(ledger_at: Where, bucket_s: int | None) -> None:
+def test_sums_of_days_and_hours_equal_those_of_requests(ledger_at: Where, bucket_s: int | None) -> None:
     """Whatever part of a day or an hour a report begins or ends with."""
     store, start_s = store_at(ledger_at), 20_000 * DAY
     times = [start_s + 9770.0 * number for number in range(60)]
@@ -298,7 +298,7 @@ def answer_and_be_killed(where: Where, written: Synchronized[int]) -> None:
     time.sleep(3600)
 
 
-def test_what_a_killed_process_was_answering_is_counted_as_far_as_it_had_come(ledger_at: Where) -> None:
+def test_running_requests_of_a_killed_process_are_counted(ledger_at: Where) -> None:
     context = multiprocessing.get_context("fork")
     written = context.Value("i", 0)
     process = context.Process(target=answer_and_be_killed, args=(ledger_at, written), daemon=True)
@@ -322,7 +322,7 @@ def test_what_a_killed_process_was_answering_is_counted_as_far_as_it_had_come(le
     assert store.outcomes["recovered"] == 1
 
 
-def test_a_process_that_was_only_frozen_replaces_what_was_counted_for_it(ledger_at: Where) -> None:
+def test_a_frozen_process_replaces_its_estimated_rows(ledger_at: Where) -> None:
     """In the sums, too, of days and of hours, and once."""
     final = replace(ROW, output_tokens=30)
     frozen = store_at(ledger_at)
@@ -341,7 +341,7 @@ def test_a_process_that_was_only_frozen_replaces_what_was_counted_for_it(ledger_
         assert shown == {"ok": (1, 30, 100), "gateway_lost": (1, 20, 100)}
 
 
-def test_a_bug_of_ours_costs_no_row_but_the_one_it_is_in(
+def test_a_bug_costs_its_own_row_only(
     ledger_at: Where, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_all = LedgerStore._write_all
@@ -384,7 +384,7 @@ def test_a_row_that_cannot_be_written_is_dropped_alone(ledger_at: Where, wrong: 
     assert (store.outcomes["written"], store.outcomes["dropped"]) == (2, 1)
 
 
-def test_a_note_that_cannot_be_written_is_no_row_that_was_dropped(ledger_at: Where) -> None:
+def test_a_failed_note_is_not_a_dropped_row(ledger_at: Where) -> None:
     store = store_at(ledger_at)
     store.write(OpenRequest(row=replace(ROW, outcome="gateway_lost", output_tokens=1 << 70)))
     store.write(ROW)
@@ -457,7 +457,7 @@ def test_notes_take_no_room_of_rows_while_the_database_is_away(
     assert (rows(ledger_at), store.outcomes["dropped"]) == (["ended", "r"], 0)
 
 
-def test_a_process_that_was_frozen_and_then_killed_is_counted_as_far_as_it_came(ledger_at: Where) -> None:
+def test_a_process_frozen_then_killed_is_counted(ledger_at: Where) -> None:
     for output_tokens, has_more in ((9, 1), (30, 1), (20, 0)):
         frozen = store_at(ledger_at)
         frozen.write(OpenRequest(row=replace(ROW, outcome="gateway_lost", output_tokens=output_tokens)))

@@ -235,7 +235,7 @@ def test_one_rank_that_cannot_keeps_all_from_it(lane: Opens) -> None:
 
 
 @pytest.mark.parametrize("preferences", [("shm", "collective"), ("collective", "shm")])
-def test_what_is_asked_for_is_had_or_refused(lane: Opens, preferences: tuple[Preference, ...]) -> None:
+def test_a_required_transport_is_used_or_refused(lane: Opens, preferences: tuple[Preference, ...]) -> None:
     with pytest.raises(TransportRefused, match=r"transport is set to shm.* set to collective"):
         lane(1, 1).open(*preferences)
 
@@ -243,7 +243,7 @@ def test_what_is_asked_for_is_had_or_refused(lane: Opens, preferences: tuple[Pre
 # -- shared memory -----------------------------------------------------------------------------------------------------
 
 
-def test_a_stranger_who_knows_the_door_but_not_the_token_gets_no_memory() -> None:
+def test_a_stranger_without_the_token_gets_no_memory() -> None:
     listener = ShmListener("cpu", 100)
     connection = connect(listener.notice[:16] + bytes(16), 0)
     with pytest.raises(LinkBroken, match="without the token"):

@@ -48,13 +48,13 @@ def _at_ease() -> None:
     pass
 
 
-def test_what_has_come_has_come() -> None:
+def test_arrived_payloads_survive_an_abort() -> None:
     made = FakeNccl()
     NcclGroup(made, _at_ease).recv(BYTES, 0, 0).wait(NEVER)
     assert made.num_looks < 0
 
 
-def test_bytes_of_a_communicator_that_was_aborted_are_none() -> None:
+def test_an_aborted_communicator_delivers_no_bytes() -> None:
     group = NcclGroup(FakeNccl(num_looks=10**9), _at_ease)
     coming = group.recv(BYTES, 0, 0)
     group.close()

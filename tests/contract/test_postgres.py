@@ -66,13 +66,13 @@ def test_a_frozen_writer_does_not_stop_the_others_for_ever(postgres_url: str, mo
 
 
 @pytest.mark.parametrize("url", ["mysql://a/b", "/a/file", "postgresql://u:s%zzecret@h/x", "postgresql://[u:secret@h"])
-def test_what_is_no_url_of_postgres_is_refused_without_its_password(url: str) -> None:
+def test_an_invalid_postgres_url_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(Misconfigured, match="give postgresql://USER:PASSWORD@HOST:PORT/NAME") as refused:
         PostgresDatabase(url, "batches", prepare)
     assert "ecret" not in str(refused.value)
 
 
-def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_named_without_its_password(tmp_path: Path) -> None:
     url = f"postgresql://u:secret@/x?host={tmp_path}&password=secret"
     with pytest.raises(Misconfigured, match=r"router\.database: postgresql://u@/x: .*No such file") as refused:
         PostgresDatabase(url, "batches", prepare)
@@ -92,7 +92,7 @@ def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         PostgresDatabase("postgresql://u@h/x", "batches", prepare)
 
 
-def test_the_clock_is_that_of_the_server(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_servers_clock_is_used(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the leases of hosts whose clocks differ mean the same."""
     right = PostgresDatabase(postgres_url, "batches", prepare)
     now_s = right.now_s()

@@ -99,7 +99,7 @@ steps = st.one_of(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(history=st.lists(steps, max_size=25))
-def test_matches_what_a_dictionary_of_sets_would(
+def test_matches_equal_those_of_a_dictionary_of_sets(
     backend: Callable[[], PrefixIndex], history: list[tuple[str, str, Any]]
 ) -> None:
     index, naive, now = backend(), Naive(), 0.0
@@ -168,7 +168,7 @@ def test_a_worker_that_left_leaves_nothing_to_its_successor(backend: Callable[[]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_block_counts_in_the_tier_it_is_in_until_it_has_left_both(backend: Callable[[], PrefixIndex]) -> None:
+def test_a_block_counts_until_it_has_left_both_tiers(backend: Callable[[], PrefixIndex]) -> None:
     index = backend()
     index.apply("p0", (BlockStored(hashes=BLOCKS),))
     index.apply("p1", (BlockStored(hashes=BLOCKS),))

@@ -114,7 +114,7 @@ def test_each_query_is_answered_in_its_order_and_for_itself(proposer: Proposer) 
     assert list(proposer.propose(queries)) == alone[::-1]
 
 
-def test_a_sequence_that_continues_here_gets_the_drafts_of_one_that_began_here(proposer: Proposer) -> None:
+def test_a_moved_sequence_gets_the_same_drafts(proposer: Proposer) -> None:
     """After a failure, a move, or steps in which it was not queried."""
     tokens = repeating(2)
     began = Sequence(request_id="began", prompt_ids=tokens[:50])
@@ -146,7 +146,7 @@ def test_the_shortest_sequences_are_queried_as_well(proposer: Proposer, num_prom
         sequence.output_ids.append(7)
 
 
-def test_an_ended_sequence_leaves_nothing_and_its_id_can_be_used_again(proposer: Proposer) -> None:
+def test_an_ended_sequence_frees_its_id(proposer: Proposer) -> None:
     tokens = repeating(4)
     proposer.begin(Sequence(prompt_ids=tokens))
     draft(proposer, "r")

@@ -44,7 +44,7 @@ def client(server: RendezvousServer) -> Iterator[Client]:
         store.close()
 
 
-def test_what_one_says_the_other_reads(client: Client) -> None:
+def test_a_value_is_read_by_the_others(client: Client) -> None:
     first, other, stranger = client(), client(), client("another lane/")
     first.set("key", b"\x00value\xff" * 10_000)
     assert other.get("key") == b"\x00value\xff" * 10_000
@@ -80,7 +80,7 @@ def test_numbers_add_up_and_only_rise(client: Client) -> None:
     assert first.add("count", 0) == 6
 
 
-def test_what_is_forgotten_is_gone_and_nothing_else(client: Client) -> None:
+def test_forgetting_removes_only_its_keys(client: Client) -> None:
     first, stranger = client(), client("another lane/")
     for store in (first, stranger):
         store.set("1/here", "x")
@@ -91,7 +91,7 @@ def test_what_is_forgotten_is_gone_and_nothing_else(client: Client) -> None:
     assert stranger.check(["1/here"])
 
 
-def test_what_a_client_leaves_behind_is_said_when_it_is_gone(client: Client) -> None:
+def test_a_clients_last_message_is_published_when_it_is_lost(client: Client) -> None:
     killed, closed, other = client(), client(), client()
     killed.set_on_disconnect("0/gone", "rank 0")
     closed.set_on_disconnect("1/gone", "rank 1")
@@ -126,9 +126,7 @@ def test_lanes_that_nobody_asks_for_are_forgotten_in_the_end(server: RendezvousS
     assert server.num_values == MAX_LANES
 
 
-def test_a_server_without_descriptors_serves_on_and_does_not_spin(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_without_descriptors_serves_without_spinning(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     store = client()
     store.set("turn", "is let in before the descriptors are used up")
     accept, refused = socket.socket.accept, 0
@@ -163,7 +161,7 @@ def test_a_server_without_descriptors_serves_on_and_does_not_spin(
     ],
     ids=["http", "noise", "huge", "unknown verb", "half a number", "nothing"],
 )
-def test_a_client_that_says_nonsense_is_shown_out_and_the_others_served_on(
+def test_a_client_that_sends_nonsense_is_disconnected_alone(
     server: RendezvousServer, client: Client, noise: bytes
 ) -> None:
     store = client()
@@ -271,7 +269,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(server: RendezvousServer, cli
             stranger.close()
 
 
-def test_a_client_whose_place_a_stranger_took_before_its_claim_was_read_comes_again() -> None:
+def test_a_client_displaced_by_a_stranger_reconnects() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         port = listener.getsockname()[1]
         made = pool.submit(RendezvousStore, "127.0.0.1", port, "lane/", key=b"secret", wait_s=1.0, answer_s=10.0)
@@ -285,7 +283,7 @@ def test_a_client_whose_place_a_stranger_took_before_its_claim_was_read_comes_ag
                     made.result().close()
 
 
-def test_a_client_finds_out_a_stranger_that_took_the_servers_port() -> None:
+def test_a_client_detects_a_stranger_at_the_servers_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, ThreadPoolExecutor(1) as pool:
         made = pool.submit(
             RendezvousStore, "127.0.0.1", taken.getsockname()[1], "lane/", key=b"secret", wait_s=1.0, answer_s=10.0

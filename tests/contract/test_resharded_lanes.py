@@ -104,7 +104,7 @@ def test_heads_of_several_ranks_become_one_payload(lanes: Lanes) -> None:
         lanes.receiver.give_back(payload)
 
 
-def test_what_one_rank_has_cancelled_is_void_and_holds_nothing_up(lanes: Lanes) -> None:
+def test_a_chunk_cancelled_on_one_rank_blocks_nothing(lanes: Lanes) -> None:
     """Rank 0's part is on its way already when the ranks are told to cancel."""
     for rank in range(2):
         lanes.offer(rank, chunk("gone"), numbers(0))
@@ -122,7 +122,7 @@ def test_what_one_rank_has_cancelled_is_void_and_holds_nothing_up(lanes: Lanes) 
     assert not lanes.receiver.busy()
 
 
-def test_what_has_come_over_a_lost_lane_is_forgotten_but_for_what_is_kept(lanes: Lanes) -> None:
+def test_chunks_of_a_lost_lane_are_dropped_except_kept_ones(lanes: Lanes) -> None:
     lanes.receiver.expect(lanes.senders[0].address, TWO)
     for rank in range(2):
         for ticket_id in ("kept", "other"):
@@ -135,7 +135,7 @@ def test_what_has_come_over_a_lost_lane_is_forgotten_but_for_what_is_kept(lanes:
     assert [lanes.receiver.look(chunk(name)) for name in ("kept", "other")] == [Presence.HERE, Presence.COMING]
 
 
-def test_a_rank_that_dies_while_another_ones_payloads_fill_all_room_is_a_lost_lane(lanes: Lanes) -> None:
+def test_a_rank_that_dies_while_staging_is_full_is_a_lost_lane(lanes: Lanes) -> None:
     """Payloads of rank 0 wait for those of rank 1, which never come, and fill all room."""
     lanes.receiver.expect(lanes.senders[0].address, TWO)
     for index in range(5):
@@ -149,7 +149,7 @@ def test_a_rank_that_dies_while_another_ones_payloads_fill_all_room_is_a_lost_la
     assert isinstance(lost, LaneLost)
 
 
-def test_staging_uses_memory_again_and_keeps_no_more_than_it_may() -> None:
+def test_staging_memory_is_reused_within_its_bound() -> None:
     staging = Staging(device="cpu", max_bytes=2**20)
     first = staging.take(300_000)
     address_of_first = first.data_ptr()

@@ -54,7 +54,7 @@ def test_sums_and_gathered_parts_are_the_same_on_every_rank(size: int) -> None:
         assert run(program) == [([factor, 10.0 * factor], rows)] * size
 
 
-def test_what_comes_before_closing_finds_the_group_open() -> None:
+def test_actions_before_closing_find_the_group_open() -> None:
     """NCCL waits for graphs with its collectives, so they are destroyed while there is a group."""
     sums: list[float] = []
 
@@ -109,7 +109,7 @@ def test_messages_of_rank_0_reach_every_rank(size: int, num_bytes: int) -> None:
         assert run(lambda group: group.broadcast(message if group.rank == 0 else b"")) == [message] * size
 
 
-def test_a_message_of_an_impossible_length_is_refused_before_memory_is_taken() -> None:
+def test_an_impossible_message_length_allocates_nothing() -> None:
     def program(group: TensorParallel) -> str:
         assert isinstance(group, RankGroup)
         if group.rank == 0:

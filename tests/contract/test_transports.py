@@ -171,7 +171,7 @@ def test_a_closed_receiver_is_a_lost_lane(site: Site) -> None:
     assert not sender.lanes()
 
 
-def test_a_closed_sender_is_a_lost_lane_but_what_arrived_stays(site: Site) -> None:
+def test_a_closed_sender_is_a_lost_lane_with_its_arrived_chunks(site: Site) -> None:
     sender, receiver, ticket = meet(site)
     chunk = chunk_of(ticket, 0)
     push(site, sender, ticket, [(chunk, kv())])
@@ -310,7 +310,7 @@ def test_a_lane_that_is_never_met_leaves_nothing_on_the_server(over: str) -> Non
     site.close()
 
 
-def test_ranks_that_wait_meet_those_that_come_after_one_has_left(over: str) -> None:
+def test_waiting_ranks_meet_ranks_that_come_later(over: str) -> None:
     layout = replace(LAYOUT, tp=2)
     site = Site(over, LaneConfig(heartbeat_s=0.05))
     leader = site.receiver(address("d0"), layout=layout)

@@ -124,7 +124,7 @@ def test_only_rdma_needs_a_namespace_with_fewer_restrictions(combined: Combine) 
         assert namespace["metadata"]["labels"][label] == ("privileged" if name == "rdma" else "restricted"), name
 
 
-def test_outside_clients_reach_the_apis_and_no_more(whole: Rendered) -> None:
+def test_outside_clients_reach_only_the_apis(whole: Rendered) -> None:
     [route] = whole.of("HTTPRoute")["gateway"]["spec"]["rules"]
     [host] = whole.of("Ingress")["gateway"]["spec"]["rules"]
     paths = {rule["path"]["value"] for rule in route["matches"]}
@@ -146,7 +146,7 @@ def test_members_find_the_certificates_that_settings_name(whole: Rendered) -> No
         assert {str(Path(flag.partition("=")[2]).parent) for flag in named} <= mounts, name
 
 
-def test_a_model_is_fetched_where_it_is_read(whole: Rendered) -> None:
+def test_a_model_is_fetched_to_its_mount(whole: Rendered) -> None:
     for name in ("gateway", *POOLS):
         [fetch] = whole.templates[name]["spec"]["initContainers"]
         assert fetch["image"] == whole.containers[name]["image"], name
@@ -189,7 +189,7 @@ def test_rays_tables_are_in_a_redis_that_its_head_may_reach(whole: Rendered) -> 
     assert way["ports"] == [{"port": port["port"], "protocol": "TCP"}]
 
 
-def test_the_pages_example_for_keda_is_a_scaled_object_that_reads_an_exported_series() -> None:
+def test_the_example_for_keda_reads_an_exported_series() -> None:
     [shown] = re.findall(
         r"^```yaml\n(apiVersion: keda.*?)^```$", (ROOT / "docs/kubernetes.md").read_text(), re.M | re.S
     )

@@ -40,7 +40,7 @@ def test_dependencies_are_installed_before_any_source_is_copied() -> None:
     assert "--no-deps" in last
 
 
-def test_the_image_for_cpus_has_no_compiler_and_the_one_for_gpus_has_c() -> None:
+def test_the_cpu_image_has_no_compiler_and_the_gpu_image_has_c() -> None:
     stages = read_stages()
     assert set(stages) == {"", "build", "run-cpu", "run-cuda", "final"}
     assert COMPILERS.search(" ".join(stages["build"]))
@@ -70,7 +70,7 @@ def test_ray_and_baton_are_on_the_path_of_a_login_shell() -> None:
     assert folder.rstrip("/") in login
 
 
-def test_every_stage_begins_with_the_one_image_that_can_be_pinned() -> None:
+def test_every_stage_uses_the_pinned_image() -> None:
     stages = read_stages()
     bases = {line.split()[1] for lines in stages.values() for line in lines if line.startswith("FROM")}
     assert bases == {"${BASE}", "run-${TORCH}"}

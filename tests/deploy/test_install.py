@@ -87,7 +87,7 @@ def test_torch_is_the_cpu_build_where_there_is_no_driver(machine: Machine) -> No
 
 
 @on_linux
-def test_torch_is_taken_from_pytorchs_own_index_where_pip_knows_no_cpu_build(machine: Machine) -> None:
+def test_torch_comes_from_pytorchs_index_if_pip_has_no_cpu_build(machine: Machine) -> None:
     _, calls = machine.run(failing=r"\+cpu")
     assert calls[2][0] == "uv"
     assert calls[2][-3:] == ["--torch-backend", "cpu", f"torch=={TORCH}"]
@@ -95,7 +95,7 @@ def test_torch_is_taken_from_pytorchs_own_index_where_pip_knows_no_cpu_build(mac
 
 
 @on_linux
-def test_where_no_cpu_build_can_be_had_one_line_says_what_comes_instead(machine: Machine) -> None:
+def test_without_a_cpu_build_one_line_names_the_replacement(machine: Machine) -> None:
     done, calls = machine.run(failing=r"\+cpu|^uv")
     assert calls[-2][:4] == ["pip", "install", "--constraint", str(ROOT / "constraints.txt")]
     assert "No CPU build of torch was found" in done.stdout
@@ -127,7 +127,7 @@ def test_the_build_can_be_named(machine: Machine, build: str, constraints: str) 
     assert "--editable" not in calls[-1]
 
 
-def test_a_failure_shows_the_end_of_the_log_and_where_it_is(machine: Machine) -> None:
+def test_a_failure_shows_the_end_of_the_log_and_its_path(machine: Machine) -> None:
     done, _ = machine.run(failing="--editable", status=3)
     assert "a page of pip's words" in done.stderr
     [log] = re.findall(r"The whole log: (\S+)", done.stderr)

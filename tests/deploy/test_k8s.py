@@ -37,7 +37,7 @@ OURS = ("gateway", "controller", "head", "prefill", "decode")
 # -- every object by itself --------------------------------------------------------------------------------------------
 
 
-def test_objects_follow_their_schemas_and_have_no_field_that_would_be_dropped(shape: Rendered) -> None:
+def test_objects_follow_their_schemas_without_unknown_fields(shape: Rendered) -> None:
     kinds = [manifest["kind"] for manifest in shape.manifests]
     assert {"Namespace", "ConfigMap", "Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"} <= set(kinds)
     check_schemas(shape)
@@ -90,7 +90,7 @@ def test_containers_run_unprivileged_and_read_only(shape: Rendered) -> None:
         }, name
 
 
-def test_containers_say_what_they_need(shape: Rendered) -> None:
+def test_containers_declare_their_resources(shape: Rendered) -> None:
     for name, container in shape.containers.items():
         assert container["resources"]["requests"].keys() >= {"cpu", "memory"}, name
         assert "memory" in container["resources"]["limits"], name
@@ -157,7 +157,7 @@ def test_settings_and_the_heartbeat_are_where_flags_say(shape: Rendered) -> None
     assert beat.rpartition("/")[0] in {mount["mountPath"] for mount in controller["volumeMounts"]}
 
 
-def test_the_probe_of_the_controller_tells_a_fresh_heartbeat_from_an_old_one(shape: Rendered, tmp_path: Path) -> None:
+def test_the_controllers_probe_distinguishes_fresh_heartbeats(shape: Rendered, tmp_path: Path) -> None:
     beat = tmp_path / "alive"
     command = [
         part.replace("/run/baton/alive", str(beat))
@@ -205,7 +205,7 @@ def test_deployments_select_their_own_pods(shape: Rendered) -> None:
         assert selected(shape, deployment["spec"]["selector"]) == {name}
 
 
-def test_budgets_cover_their_pods_and_leave_room_for_one_disruption(shape: Rendered) -> None:
+def test_budgets_cover_their_pods_and_allow_one_disruption(shape: Rendered) -> None:
     replicas = {name: value["spec"]["replicas"] for name, value in shape.of("Deployment").items()}
     replicas |= {pool: group["replicas"] for pool, group in shape.groups.items()}
     budgets = shape.of("PodDisruptionBudget")

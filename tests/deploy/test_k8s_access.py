@@ -169,7 +169,7 @@ def test_network_policies_open_exactly_the_ways_that_are_used(shape: Rendered) -
         assert out[source][target] == ways[target][source], "who is let in gets out"
 
 
-def test_no_port_of_ray_is_among_those_that_gateways_may_reach(shape: Rendered) -> None:
+def test_gateways_reach_no_port_of_ray(shape: Rendered) -> None:
     [policy] = [value for name, value in shape.of("NetworkPolicy").items() if name == "ray-workers"]
     [rule] = [rule for rule in policy["spec"]["ingress"] if "ports" in rule]
     [opened] = rule["ports"]

@@ -16,7 +16,7 @@ from workers.worker_config import WorkerConfig
 pytestmark = pytest.mark.gpu
 
 
-def test_greedy_tokens_are_those_of_merged_weights(tmp_path: Path) -> None:
+def test_greedy_tokens_equal_those_of_merged_weights(tmp_path: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     model = make_checkpoint("llama", tmp_path / "model")
     adapter = write_adapter(tmp_path / "model", tmp_path / "adapter", rank=8)

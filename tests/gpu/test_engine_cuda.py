@@ -87,7 +87,7 @@ def test_a_grammar_binds_its_rows_and_no_others(tmp_path: Path, settings: dict[s
         assert [output.token_ids for output in answer(engine, prompts, asked)] == [*expected, free]
 
 
-def test_the_cache_takes_what_the_card_has_left(oracle: Oracle) -> None:
+def test_the_cache_takes_the_cards_free_memory(oracle: Oracle) -> None:
     folder, expected = oracle("llama")
     with colocated(cuda(folder, memory_fraction=0.5)) as engine:
         free, total = torch.cuda.mem_get_info()

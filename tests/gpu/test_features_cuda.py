@@ -144,7 +144,7 @@ def test_drafts_by_models_and_heads_change_no_token(tmp_path: Path, drafter: Cal
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_drafts_of_layers_for_multi_token_prediction_change_no_token(tmp_path: Path, family: str) -> None:
+def test_mtp_drafts_change_no_token(tmp_path: Path, family: str) -> None:
     expected = oracle_answers(make_checkpoint(family, tmp_path), PROMPTS, 24)
     head_twins.add_mtp(tmp_path)
     with colocated(config(tmp_path, speculate="mtp", max_drafts=3)) as engine:
@@ -214,7 +214,7 @@ def vectors(
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_embeddings_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_embeddings_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     oracle: Any = make_checkpoint(family, tmp_path)
     asked = [SamplingParams(max_tokens=1, pooling=pooling) for pooling in ("last", "mean") for _ in PROMPTS]
     with torch.no_grad():
@@ -244,7 +244,7 @@ WEIGHTS: dict[str, Write] = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_greedy_tokens_of_quantised_weights_are_those_of_the_dequantised(tmp_path: Path, name: str) -> None:
+def test_quantised_greedy_tokens_equal_the_dequantised_ones(tmp_path: Path, name: str) -> None:
     expected = oracle_answers(WEIGHTS[name](tmp_path), PROMPTS, 24)
     with colocated(config(tmp_path)) as engine:
         for _ in range(2):
@@ -252,9 +252,7 @@ def test_greedy_tokens_of_quantised_weights_are_those_of_the_dequantised(tmp_pat
 
 
 @pytest.mark.parametrize(("kind", "others"), [("Q4_K", MIXED), ("Q4_0", {"attn_v": "Q8_0"})])
-def test_greedy_tokens_of_a_gguf_file_are_those_of_the_dequantised(
-    tmp_path: Path, kind: str, others: dict[str, str]
-) -> None:
+def test_gguf_greedy_tokens_equal_the_dequantised_ones(tmp_path: Path, kind: str, others: dict[str, str]) -> None:
     oracle = convert_with_oracle("llama", tmp_path, kind, others=others, **WIDE)
     expected = oracle_answers(oracle, PROMPTS, 24)
     with colocated(config(tmp_path / "model.gguf")) as engine:

@@ -23,7 +23,7 @@ def memory(device: str, num_bytes: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("cut", [WHOLE, PARTS], ids=["whole blocks", "parts, beyond the last block"])
-def test_payloads_are_those_of_a_cpu(cut: Cut) -> None:
+def test_payloads_equal_those_of_a_cpu(cut: Cut) -> None:
     values = torch.randn(3, 2, 6, 4, 16, 64).bfloat16()
     payloads = []
     for device in ("cpu", "cuda"):
@@ -38,7 +38,7 @@ def test_payloads_are_those_of_a_cpu(cut: Cut) -> None:
     assert torch.equal(*payloads)
 
 
-def test_what_was_written_before_a_step_is_read_while_the_step_is_computed() -> None:
+def test_earlier_writes_are_read_while_a_step_computes() -> None:
     storage = KVStorage(LAYOUT, num_blocks=6, device="cuda")
     values = torch.randn(3, 2, 6, 4, 16, 64, device="cuda").bfloat16()
     storage.data.copy_(values)
@@ -62,7 +62,7 @@ def test_what_was_written_before_a_step_is_read_while_the_step_is_computed() -> 
     )
 
 
-def test_what_something_else_has_written_is_waited_for() -> None:
+def test_a_read_waits_for_other_writes() -> None:
     """KV that has arrived is queued behind the step under way: who reads it waits for both."""
     storage = KVStorage(LAYOUT, num_blocks=6, device="cuda")
     payload = storage.read(WHOLE, lambda num_bytes: memory("cuda", num_bytes)) + 1.0

@@ -36,7 +36,7 @@ def test_a_sequence_that_moves_goes_on_as_it_would_have(config: WorkerConfig) ->
         assert old.engine.load().num_moved == 1
 
 
-def test_a_pulled_prefix_is_as_good_as_a_computed_one(config: WorkerConfig) -> None:
+def test_a_pulled_prefix_equals_a_computed_one(config: WorkerConfig) -> None:
     with colocated(config) as engine:
         (expected,) = answer(engine, [PROMPT])
     with two(config) as (old, new):

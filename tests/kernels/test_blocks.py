@@ -22,7 +22,7 @@ def test_blocks_are_copied_there_and_back(dtype: torch.dtype, shape: tuple[int, 
     assert torch.equal(destination, expected)
 
 
-def test_runs_of_any_shape_are_gathered_into_memory_that_is_there(dtype: torch.dtype) -> None:
+def test_runs_of_any_shape_are_gathered_into_given_memory(dtype: torch.dtype) -> None:
     """Rows of single heads are gathered for a worker with other ranks."""
     rows = normal(2, 2, 12, 50, dtype=dtype)
     ids, memory = torch.tensor([7, 0, 7, 11], device=DEVICE), torch.zeros(2, 2, 4, 50, dtype=dtype, device=DEVICE)

@@ -160,7 +160,7 @@ def test_the_sum_of_each_tokens_quantised_experts(down: str) -> None:
     assert_near(layer(x_TE, chosen_TS, weights_TS).to(NARROW), exact)
 
 
-def test_what_no_kernel_takes_is_left_to_the_experts_themselves() -> None:
+def test_weights_without_a_kernel_use_the_experts_own_products() -> None:
     """Two forms, an input scale of each expert, and torch's products."""
     four, eight = weight_of(outputs=64), weight_of(outputs=64, bits=8)
     static = {number: in_bytes("int8", number, scale=0.01 * (1 + number)) for number in range(2)}

@@ -92,7 +92,7 @@ def test_scores_are_capped_behind_their_scales(kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_each_byte_is_read_as_what_it_stands_for(kind: torch.dtype, dtype: torch.dtype) -> None:
+def test_each_byte_has_its_fp8_value(kind: torch.dtype, dtype: torch.dtype) -> None:
     """The result of one position is its value."""
     pages = RoundedPages([(1, 1)] * 2, kind, dtype=dtype, dim=128, group=1, num_kv_heads=1)
     bytes_BD = torch.arange(256).view(2, 128).to(torch.uint8)
@@ -143,7 +143,7 @@ def test_tokens_are_written_with_the_bits_of_the_twin(
     torch.testing.assert_close(made[0][1], made[1][1], rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_has_no_scales_is_not_read() -> None:
+def test_missing_scales_are_not_read() -> None:
     pages = RoundedPages([(1, 5)], torch.int8, dtype=torch.float32, dim=32)
     pages.scales = pages.scales[0][:, :1], pages.scales[1]
     with pytest.raises(AssertionError, match="scales of keys are"):

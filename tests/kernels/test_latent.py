@@ -40,7 +40,7 @@ def test_contexts_in_parts(dtype: torch.dtype) -> None:
     assert not out_TNL[2].any(), "a row without context"
 
 
-def test_latents_are_written_as_by_the_reference_and_padding_is_not(dtype: torch.dtype) -> None:
+def test_latents_equal_the_references_and_padding_is_not_written(dtype: torch.dtype) -> None:
     q_TNW, latent_T1W = normal(3, 5, 72, dtype=dtype), normal(3, 1, 72, dtype=dtype, seed=1)
     angles_TP = normal(3, 12, dtype=torch.float32, seed=2)
     cos_TP, sin_TP = angles_TP.cos(), angles_TP.sin()

@@ -305,7 +305,7 @@ def test_twin_of_bytes_is_near_float64() -> None:
     assert_near(quantised_twins.byte_product(rounded, codes, dtype=torch.float32), exact_TO)
 
 
-def test_what_no_kernel_takes_is_left_to_the_reference() -> None:
+def test_weights_without_a_kernel_use_the_reference() -> None:
     outliers = ActivationRounding(levels="int8", outliers_from=6.0)
     assert quantised_product(bytes_of("int8", 8, 128, 1, outliers)) is None
     assert quantised_product(bytes_of("int8", 8, 256, 2, ROUNDINGS["int8 by token"])) is None
@@ -344,7 +344,7 @@ def on_meta(value: object) -> object:
     return value
 
 
-def test_no_launch_looks_at_what_the_device_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_launch_reads_values_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """So CUDA graphs can be captured, also with an order of inputs and with rounded inputs."""
     launches = Launches()
     for module, name in ((grouped_codes, "_grouped"), (one_byte, "_bytes"), (activations, "_round")):

@@ -46,7 +46,7 @@ def calls(tmp_path: Path) -> Calls:
     return Calls(tmp_path / "out")
 
 
-def test_what_passed_is_not_done_again_what_failed_is(calls: Calls) -> None:
+def test_passed_checks_are_skipped_and_failed_ones_repeated(calls: Calls) -> None:
     good, bad = check("good", "print('fine')"), check("bad", "raise SystemExit(3)")
     assert calls.verify(good, bad) == {"good": 0, "bad": 3}
     assert calls.verify(good, bad) == {"bad": 3}
@@ -60,13 +60,13 @@ def test_nothing_begins_that_might_not_end_in_time(calls: Calls) -> None:
     assert any("not begun" in line and "long" in line for line in calls.told)
 
 
-def test_what_hangs_is_given_up_and_says_how_far_it_came(calls: Calls) -> None:
+def test_a_hung_check_is_stopped_with_its_progress(calls: Calls) -> None:
     hanging = "import time; print('begun', flush=True); time.sleep(60)"
     assert calls.verify(check("hangs", hanging, limit_s=1.0)) == {"hangs": None}
     assert (calls.out / "hangs.log").read_text() == "begun\n"
 
 
-def test_every_check_fits_a_lease_of_ten_minutes_and_names_what_there_is() -> None:
+def test_every_check_names_files_and_fits_ten_minutes() -> None:
     assert len({entry.name for entry in CHECKS}) == len(CHECKS)
     for one in CHECKS:
         assert one.limit_s <= 540
@@ -107,7 +107,7 @@ raise SystemExit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider",
 
 
 @pytest.mark.slow
-def test_checks_import_nothing_that_a_machine_with_torch_and_pytest_may_lack() -> None:
+def test_checks_import_only_torch_and_pytest() -> None:
     """Such a machine is lent for minutes: there is no index of packages, and no time."""
     paths = [argument for check in CHECKS for argument in check.arguments if argument.startswith("tests/")]
     done = subprocess.run([sys.executable, "-c", BARE, *paths], cwd=ROOT, capture_output=True, text=True, check=False)

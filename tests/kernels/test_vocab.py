@@ -11,7 +11,7 @@ from workers.kernels.vocab import embed, join
 
 
 @pytest.mark.parametrize("size", [1, 100, 1024, 2500])
-def test_each_rank_looks_up_what_it_holds_and_gives_zeros_for_the_rest(dtype: torch.dtype, size: int) -> None:
+def test_each_rank_looks_up_its_ids_and_adds_zeros_for_others(dtype: torch.dtype, size: int) -> None:
     table_VE = normal(30, size, dtype=dtype)
     ids_T = torch.tensor([0, 29, 10, 9, 20, 19, 0], device=DEVICE)
     parts = [embed(ids_T, table_VE[start : start + 10], start) for start in (0, 10, 20)]

@@ -88,7 +88,7 @@ hasty = pytest.mark.parametrize("pair", [1.0], indirect=True, ids=["hasty"])
 
 
 @patient
-def test_blocks_arrive_over_a_link_that_is_slow_and_loses_packets(network: BadNetwork, pair: Pair) -> None:
+def test_blocks_arrive_over_a_slow_and_lossy_link(network: BadNetwork, pair: Pair) -> None:
     for peer in (pair.receiver, pair.sender):
         assert peer.hear("over") == "gloo no memory in common: Connection refused", "one kernel is not one memory"
     network.delay_s = 0.03
@@ -99,9 +99,7 @@ def test_blocks_arrive_over_a_link_that_is_slow_and_loses_packets(network: BadNe
 
 
 @hasty
-def test_both_sides_give_up_a_link_that_is_cut_and_meet_again_when_it_is_mended(
-    network: BadNetwork, pair: Pair
-) -> None:
+def test_both_sides_give_up_a_cut_link_and_meet_again(network: BadNetwork, pair: Pair) -> None:
     pair.receiver.hear("block")
     network.cut = True
     assert pair.sender.hear("lost")

@@ -158,7 +158,7 @@ def scale(ray: AutoscaledRay, count: int) -> None:
     assert response.status_code == 202, response.text
 
 
-def test_nodes_come_for_workers_that_wait_and_go_with_those_that_are_drained(autoscaled: AutoscaledRay) -> None:
+def test_nodes_come_for_waiting_workers_and_go_with_drained_ones(autoscaled: AutoscaledRay) -> None:
     until("a worker on the first node", lambda: len(ready(autoscaled)) == 1)
     first, nodes, before = ready(autoscaled), autoscaled.nodes(), answer(autoscaled)
     assert len(nodes) == 1

@@ -40,7 +40,7 @@ def scale(gateway: Deployed, count: int) -> httpx.Response:
     return httpx.post(f"{gateway.url}/admin/capacity", json=body, timeout=60.0)
 
 
-def test_workers_outlive_rays_head_and_are_supervised_again_when_it_is_back(five_hosts: RayHosts) -> None:
+def test_workers_outlive_rays_head_and_are_supervised_again(five_hosts: RayHosts) -> None:
     gateway, hosts = five_hosts.gateway, five_hosts.hosts
     undisturbed, served, nodes = text(gateway), pids(gateway), pool_nodes(five_hosts)
     with ThreadPoolExecutor(1) as client:

@@ -201,7 +201,7 @@ def is_decoding(gateway: Deployed) -> bool:
     )
 
 
-def test_each_worker_is_on_the_node_of_its_pool_and_kv_goes_over_the_network(five_hosts: RayHosts) -> None:
+def test_workers_are_on_their_pools_nodes_and_kv_uses_the_network(five_hosts: RayHosts) -> None:
     gateway, hosts = five_hosts.gateway, five_hosts.hosts
     before = gateway.metric("baton_pool_transfer_bytes_total", "decode")
     text(gateway)

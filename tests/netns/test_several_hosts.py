@@ -100,7 +100,7 @@ def is_decoding(gateway: Deployed) -> bool:
     )
 
 
-def test_kv_goes_over_the_network_and_the_answer_is_that_of_one_host(four_hosts: FourHosts) -> None:
+def test_kv_over_the_network_gives_the_answer_of_one_host(four_hosts: FourHosts) -> None:
     gateway, hosts = four_hosts.gateway, four_hosts.hosts
     assert len(streamed(gateway)) > NUM_TOKENS / 2
     gateway.wait_until(lambda: sum(canaries(gateway).values()) > 0)
@@ -116,7 +116,7 @@ def test_kv_goes_over_the_network_and_the_answer_is_that_of_one_host(four_hosts:
     assert hosts.listening(REDIS) == {6379}
 
 
-def test_an_answer_outlives_a_cut_link_and_later_ones_wait_for_the_lane(four_hosts: FourHosts) -> None:
+def test_an_answer_outlives_a_cut_link_and_later_ones_wait(four_hosts: FourHosts) -> None:
     gateway, hosts = four_hosts.gateway, four_hosts.hosts
     undisturbed = streamed(gateway)
     num_ready = gateway.count(r"^worker decode-0 at \S+ is ready")

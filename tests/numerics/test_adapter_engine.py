@@ -76,7 +76,9 @@ def expected(folder: Path) -> dict[str, list[list[int]]]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_greedy_tokens_are_those_of_merged_weights(folder: Path, expected: dict[str, list[list[int]]], tp: int) -> None:
+def test_greedy_tokens_equal_those_of_merged_weights(
+    folder: Path, expected: dict[str, list[list[int]]], tp: int
+) -> None:
     """One batch has two adapters and none; then it runs again from the cache, which they do not share."""
     config = WorkerConfig(model=str(folder / "model"), tp=tp, num_blocks=128, device="cpu", prefill_chunk=32)
     with colocated(config) as engine:

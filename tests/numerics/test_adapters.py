@@ -61,7 +61,7 @@ def load(adapters: AdapterTable, path: Path) -> str:
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_logits_are_those_of_merged_weights(tmp_path: Path, case: str) -> None:
+def test_logits_equal_those_of_merged_weights(tmp_path: Path, case: str) -> None:
     family, overrides, options = FAMILIES[case]
     model = make_checkpoint(family, tmp_path / "model", **overrides)
     adapter = make_adapter(tmp_path / "model", tmp_path / "adapter", **options)
@@ -106,7 +106,7 @@ def test_a_rows_bits_do_not_depend_on_its_batch(tmp_path: Path, dtype: str, quan
 
 @pytest.mark.parametrize("quantize", ["off", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "starcoder2"])
-def test_quantised_layers_add_what_adapters_add(tmp_path: Path, family: str, quantize: Any) -> None:
+def test_quantised_layers_add_the_adapters_updates(tmp_path: Path, family: str, quantize: Any) -> None:
     """Each layer alone: its gate comes after both sums."""
     targets = ALL_LINEAR if family == "llama" else (*ATTENTION, "c_fc", "c_proj")
     make_checkpoint(family, tmp_path / "model", hidden_size=128)

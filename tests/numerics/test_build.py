@@ -25,7 +25,7 @@ def open_one(folder: object, **settings: Any) -> LoadedRank:
     return open_rank(WorkerConfig(**({"model": str(folder), "device": "cpu"} | settings)), Solo())
 
 
-def test_what_is_not_set_comes_from_the_checkpoint(checkpoint: Checkpoint) -> None:
+def test_unset_values_come_from_the_checkpoint(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint("llama")
     rank = open_one(folder)
     assert rank.name == folder.name
@@ -44,7 +44,7 @@ def test_float16_checkpoints_are_served_in_bfloat16(checkpoint: Checkpoint, tmp_
     assert open_one(folder, served_name="mine").name == "mine"
 
 
-def test_a_small_cache_lowers_the_longest_sequence_unless_it_was_asked_for(
+def test_a_small_cache_lowers_the_longest_sequence_unless_it_is_set(
     checkpoint: Checkpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, _ = checkpoint("llama")
@@ -64,14 +64,14 @@ def test_a_small_cache_lowers_the_longest_sequence_unless_it_was_asked_for(
         ({"memory_fraction": 1e-12}, "memory_fraction"),
     ],
 )
-def test_what_cannot_be_served_is_refused(checkpoint: Checkpoint, settings: dict[str, Any], param: str) -> None:
+def test_unserved_models_are_refused(checkpoint: Checkpoint, settings: dict[str, Any], param: str) -> None:
     folder, _ = checkpoint("llama")
     with pytest.raises(Misconfigured) as raised:
         open_one(folder, **settings)
     assert raised.value.param == param
 
 
-def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(
+def test_a_model_larger_than_memory_is_refused_before_reading(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = checkpoint("llama")
@@ -81,7 +81,7 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(
         open_one(folder)
 
 
-def test_a_bad_folder_and_an_unknown_family_keep_their_own_errors(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_bad_folder_and_an_unknown_family_have_their_own_errors(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint):
         open_one(tmp_path / "nothing")
     folder, _ = checkpoint("llama")
@@ -138,7 +138,7 @@ def test_a_rank_that_cannot_open_takes_the_others_with_it(
         pass
 
 
-def test_the_largest_step_is_as_large_as_the_scheduler_makes_them(checkpoint: Checkpoint) -> None:
+def test_the_largest_step_equals_the_schedulers_largest(checkpoint: Checkpoint) -> None:
     """A GPU's cache is sized by running it, so it must use up the budget and the seats, and must run."""
     folder, _ = checkpoint("llama")
     settings: Any = {"max_num_batched_tokens": 300, "max_num_seqs": 20, "prefill_chunk": 100}

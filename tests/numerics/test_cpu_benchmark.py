@@ -42,9 +42,7 @@ def test_the_random_checkpoint_has_every_parameter_and_no_other(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("method", "bits"), [("gptq", 4.16), ("awq", 4.16), ("w8a8", 8.11)])
-def test_random_quantised_models_are_served_and_count_by_their_encoding(
-    method: str, bits: float, tmp_path: Path
-) -> None:
+def test_random_quantised_models_are_served(method: str, bits: float, tmp_path: Path) -> None:
     config = (
         CONFIG | SMALL | {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "tie_word_embeddings": True}
     )
@@ -60,7 +58,7 @@ def test_random_quantised_models_are_served_and_count_by_their_encoding(
     assert ModelCosts.of_files(tmp_path).weight_bytes == 2 * (costs.layer_params + costs.head_params + 128 * 5)
 
 
-def test_what_a_workload_needs_is_the_sum_over_its_tokens() -> None:
+def test_a_workloads_floor_is_the_sum_over_its_tokens() -> None:
     workload = TokenLoad(name="", num_requests=2, input_len=3, output_len=3)
     prefill, decode = needs(workload, COSTS, tokens_of_step=4)
     assert prefill.flops == 2 * (3 * 2000 + 200 + 4 * (1 + 2 + 3))

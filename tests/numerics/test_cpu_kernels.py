@@ -55,7 +55,7 @@ def test_norms_and_gate(dtype: torch.dtype, num_tokens: int, size: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_cut_out_of_a_wider_tensor_are_normed_and_turned_in_place_of_the_cut(dtype: torch.dtype) -> None:
+def test_heads_of_a_wider_tensor_are_normed_in_place(dtype: torch.dtype) -> None:
     qkv = normal(9, (4 + 2 + 2) * 16, dtype=dtype)
     q, k, v = (part.view(9, -1, 16) for part in torch.split(qkv, [64, 32, 32], dim=1))
     weight = normal(16, dtype=dtype, seed=1)
@@ -81,7 +81,7 @@ def test_a_gate_beyond_all_bounds(dtype: torch.dtype, special: float) -> None:
 
 
 @needs_compiler
-def test_what_the_kernels_do_not_know_is_left_to_torch() -> None:
+def test_unsupported_kernels_fall_back_to_torch() -> None:
     half = normal(3, 8, dtype=torch.float16)
     assert torch.equal(cpu.silu_mul(half), twins.silu_mul(half))
     strided = normal(3, 32, dtype=torch.float32)[:, ::2]
@@ -112,7 +112,7 @@ def test_attention_over_more_keys_than_one_look_takes(
 
 
 @needs_compiler
-def test_a_row_s_attention_does_not_depend_on_who_is_in_the_batch() -> None:
+def test_attention_of_a_row_does_not_depend_on_the_batch() -> None:
     layout = KVLayout.dense(num_layers=1, num_kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
     storage, together = filled(layout, ROWS)
     q_TND = normal(together.query_starts[-1], 4, 64, dtype=torch.bfloat16)
@@ -148,7 +148,7 @@ def test_the_library_is_compiled_once_for_a_folder(tmp_path: Path, monkeypatch: 
     assert compile_library(tmp_path / "cache") == first
 
 
-def test_a_compilation_that_takes_too_long_is_logged_with_what_to_do(
+def test_a_slow_compilation_is_logged_with_a_fix(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def never_ends(*command: str, timeout_s: float) -> None:
@@ -187,9 +187,7 @@ def test_the_compiled_backend_is_the_cpu_s() -> None:
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_and_values_are_rounded_to_8_bits_as_the_twin_rounds_them(
-    dtype: torch.dtype, kv_dtype: torch.dtype
-) -> None:
+def test_8_bit_keys_and_values_are_rounded_like_the_twins(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """Bit for bit: small numbers and zeros, ties, and e4m3's smallest and largest ones among them."""
     num_tokens, num_kv_heads, head_dim = 40, 3, 48
     x = normal(3, num_tokens, num_kv_heads, head_dim, dtype=torch.float32) * torch.logspace(

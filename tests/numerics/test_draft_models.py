@@ -69,7 +69,7 @@ def tokens(engine: Any, params: Sequence[SamplingParams]) -> list[list[int]]:
         ({"tp": 2}, 96),
     ],
 )
-def test_a_target_that_drafts_for_itself_is_right_at_every_temperature(
+def test_a_target_drafting_for_itself_is_always_right(
     target: Path, plain: list[list[int]], changes: dict[str, Any], num_drafted: int
 ) -> None:
     """Four answers of 30 tokens: five drafts a step are 24 of each. These engines measure no time, so that as many are
@@ -81,7 +81,7 @@ def test_a_target_that_drafts_for_itself_is_right_at_every_temperature(
     assert counts.num_drafted == counts.num_accepted >= num_drafted
 
 
-def test_a_prefix_hit_finds_what_the_draft_model_has_written(target: Path) -> None:
+def test_a_prefix_hit_includes_the_draft_models_kv(target: Path) -> None:
     params = [SamplingParams(temperature=0.8, seed=7, max_tokens=25, ignore_eos=True)] * len(PROMPTS)
     with colocated(config(target, f"model:{target}")) as engine:
         first = tokens(engine, params)
@@ -113,7 +113,7 @@ def test_a_target_with_windows_keeps_the_blocks_behind_them(tmp_path: Path, targ
         assert tokens(engine, MANY) == plain
 
 
-def test_a_sequence_that_moves_is_drafted_for_where_it_goes_on(target: Path) -> None:
+def test_a_moved_sequence_is_drafted_for_at_its_new_worker(target: Path) -> None:
     """The draft model computes the prompt there: its KV does not move."""
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=40, ignore_eos=True)
     with colocated(config(target)) as engine:
@@ -137,7 +137,7 @@ def tiny(folder: Path, **changes: Any) -> Path:
         ("model:{}", Misconfigured, "has 96 tokens"),
     ],
 )
-def test_a_draft_model_that_does_not_fit_is_refused_with_the_reason(
+def test_an_unfit_draft_model_is_refused_with_the_reason(
     target: Path, tmp_path: Path, mode: str, error: type[BatonError], words: str
 ) -> None:
     path = tiny(tmp_path, vocab_size=96) if "{}" in mode else tmp_path
@@ -146,7 +146,7 @@ def test_a_draft_model_that_does_not_fit_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"added_tokens": [{}]}', '{"model": {"vocab": [[]]}}'])
-def test_a_damaged_tokenizer_of_a_draft_model_is_refused_with_the_file(target: Path, tmp_path: Path, text: str) -> None:
+def test_a_draft_models_damaged_tokenizer_is_named(target: Path, tmp_path: Path, text: str) -> None:
     tiny(tmp_path)
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(BadCheckpoint, match=r"tokenizer\.json of .* download it again"):

@@ -96,7 +96,7 @@ def test_a_router_that_overflows_breaks_its_token_alone(dtype: str, packed: bool
     assert torch.equal(made[others], expected[others]) if packed else made[others].isfinite().all()
 
 
-def test_a_router_that_is_not_finite_ends_its_request_and_no_other(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_router_that_is_not_finite_ends_only_its_request(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """One token's hidden state overflows in the first layer; the other requests of its batch go on as alone."""
     make_checkpoint("mixtral", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -126,9 +126,7 @@ def test_a_router_that_is_not_finite_ends_its_request_and_no_other(checkpoint: C
 
 
 @pytest.mark.parametrize("change", ["missing", "narrow"])
-def test_an_expert_that_is_missing_or_has_another_size_is_named_before_weights_are_read(
-    change: str, tmp_path: Path
-) -> None:
+def test_a_missing_expert_is_named_before_weights_are_read(change: str, tmp_path: Path) -> None:
     make_checkpoint("mixtral", tmp_path)
     tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     whole = tensors.pop(name)

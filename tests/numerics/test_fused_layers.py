@@ -107,7 +107,7 @@ def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides:
     )
 
 
-def test_what_compiled_layers_cannot_do_runs_layer_by_layer(tmp_path: Path) -> None:
+def test_unsupported_layers_run_one_by_one(tmp_path: Path) -> None:
     """Activations: one that is torch's alone, and one that is no gate."""
     for activation in ("gelu", "relu2"):
         decoder = packed(tmp_path / activation, "llama", hidden_act=activation)

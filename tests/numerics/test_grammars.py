@@ -115,7 +115,7 @@ def test_every_answer_that_ends_fits_its_schema(served: tuple[Path, Any]) -> Non
 
 
 @pytest.mark.parametrize("form", [ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL])
-def test_calls_that_are_required_are_read_as_calls(served: tuple[Path, Any], form: ToolFormat) -> None:
+def test_required_calls_are_read_as_calls(served: tuple[Path, Any], form: ToolFormat) -> None:
     folder, _ = served
     functions = [Function(name="save", parameters=PERSON, strict=True), Function(name="now")]
     asked = [
@@ -229,9 +229,7 @@ def test_a_grammar_that_unfolds_too_far_is_told_the_limit(served: tuple[Path, An
     assert "more than 2,000 rules are possible at one place (max_items_in_row)" in end.error.message
 
 
-def test_a_mask_that_takes_too_long_ends_its_request_and_holds_up_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_mask_ends_only_its_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such requests take all threads; the next ones have others. A request with the same grammar ends at once."""
     write_tokenizer(tmp_path)
     go_on, begun, ready, make = threading.Event(), threading.Semaphore(0), threading.Event(), GuidanceGrammars._mask
@@ -285,7 +283,7 @@ def test_large_grammars_hold_up_no_small_one(tmp_path: Path, monkeypatch: pytest
     go_on.set()
 
 
-def test_masks_of_drafts_wait_for_those_of_earlier_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_drafts_wait_for_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that comes too early leaves the masks of its drafts in progress, and the next one drafts again."""
     write_tokenizer(tmp_path)
     monkeypatch.setattr(guidance, "PATIENCE_S", 60.0)
@@ -359,7 +357,7 @@ def test_the_text_of_an_end_token_is_text(tmp_path: Path, grammar: str) -> None:
     assert text_of(tmp_path, written) == "</s>!"
 
 
-def test_no_text_is_a_special_token_by_any_name_and_names_change_no_mask(tmp_path: Path) -> None:
+def test_no_text_is_a_special_token_and_names_change_no_mask(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     ours, others = (GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,)) for _ in range(2))
     assert 1 not in mask_of(ours, choice_grammar(["\ufdd01\ufdd1"]))
@@ -387,7 +385,7 @@ def test_a_pattern_with_too_many_states_is_told_so(tmp_path: Path, monkeypatch: 
         mask_of(grammars, regex_grammar(r"\p{L}{0,2000}"), (letter,) * 20)
 
 
-def test_a_tokenizer_whose_merges_have_special_tokens_can_be_read(tmp_path: Path) -> None:
+def test_a_tokenizer_with_special_tokens_in_merges_is_read(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     state = json.loads(path.read_text())
@@ -409,7 +407,7 @@ def mask_of(grammars: GuidanceGrammars, grammar: str, output_ids: tuple[int, ...
     return [int(token_id) for token_id in np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0]]
 
 
-def test_every_end_is_allowed_where_the_grammar_may_end_and_nowhere_else(tmp_path: Path) -> None:
+def test_ends_are_allowed_only_where_the_grammar_may_end(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     grammars = GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS, 1))
     ready = threading.Event()
@@ -466,7 +464,7 @@ def test_what_nobody_waits_for_is_not_compiled(tmp_path: Path, monkeypatch: pyte
     assert begun[-1] == gone
 
 
-def test_what_is_not_kept_is_made_again(served: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_masks_are_computed_again(served: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = served
     asked = [under(json_grammar(PERSON)), under(regex_grammar("[0-9]{20}")), under(regex_grammar("[a-z]{20}"))]
     with colocated(config_of(folder)) as engine:

@@ -106,7 +106,7 @@ HEADS = {"eagle3": eagle3, "speculators": speculators, "eagle": eagle, "medusa":
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_drafts_are_those_of_plain_torch_with_the_same_tensors(target: Path, tmp_path: Path, kind: str) -> None:
+def test_drafts_equal_those_of_plain_torch(target: Path, tmp_path: Path, kind: str) -> None:
     """At every step of sequences of several lengths, prompts in chunks, with rejected drafts in between."""
     mode, drafts_of = HEADS[kind](tmp_path)
     model = Target(target)
@@ -154,7 +154,7 @@ def test_a_head_begins_anew_where_a_sequence_goes_on(target: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_layers_for_multi_token_prediction_draft_as_in_transformers(tmp_path: Path, family: str) -> None:
+def test_mtp_layers_draft_as_in_transformers(tmp_path: Path, family: str) -> None:
     """And change no answer."""
     folder = tmp_path / "model"
     make_checkpoint(family, folder)

@@ -118,7 +118,7 @@ class Everything:
         return np.full(VOCAB_SIZE // 32, -1, dtype=np.int32)
 
 
-def test_no_launch_looks_at_what_the_device_computes(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_launch_reads_values_on_the_host(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does one with penalties, bias, bans, logprobs or a grammar; only the fetch does."""
     folder, _ = checkpoint("llama")
     config = read_config(folder)

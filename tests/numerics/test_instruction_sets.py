@@ -77,7 +77,7 @@ def test_a_lesser_processor_attends_alike(library: ctypes.CDLL, dtype: torch.dty
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_a_lesser_processor_reads_keys_and_values_of_8_bits_alike(library: ctypes.CDLL, kv_dtype: KVDtype) -> None:
+def test_a_lesser_processor_reads_8_bit_kv_alike(library: ctypes.CDLL, kv_dtype: KVDtype) -> None:
     """Head sizes that fill the vectors, and one that does not."""
     for num_heads, num_kv_heads, head_dim, window in [(4, 2, 64, None), (5, 1, 40, 50), (3, 3, 96, 64)]:
         layout = KVLayout.dense(

@@ -53,7 +53,7 @@ class RoundingCache(DynamicCache):
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 @pytest.mark.parametrize("kv_dtype", KINDS)
 @torch.no_grad()
-def test_logits_are_those_of_transformers_with_a_cache_that_rounds_alike(
+def test_logits_equal_transformers_with_a_rounding_cache(
     checkpoint: Checkpoint, family: str, kv_dtype: KVDtype
 ) -> None:
     folder, oracle = checkpoint(family)
@@ -88,7 +88,7 @@ def undisturbed(checkpoint: Checkpoint) -> dict[KVDtype, Bits]:
 
 
 @pytest.mark.parametrize("kv_dtype", KINDS)
-def test_a_prefix_from_cache_or_host_has_the_bits_of_one_that_is_computed(
+def test_a_cached_prefix_has_the_bits_of_a_computed_one(
     checkpoint: Checkpoint, undisturbed: dict[KVDtype, Bits], kv_dtype: KVDtype
 ) -> None:
     folder, _ = checkpoint("qwen3")
@@ -107,7 +107,7 @@ def test_a_prefix_from_cache_or_host_has_the_bits_of_one_that_is_computed(
 
 
 @pytest.mark.parametrize("kv_dtype", KINDS)
-def test_sequences_that_are_preempted_and_recomputed_go_on_with_the_same_bits(
+def test_preempted_sequences_continue_with_the_same_bits(
     checkpoint: Checkpoint, undisturbed: dict[KVDtype, Bits], kv_dtype: KVDtype
 ) -> None:
     folder, _ = checkpoint("qwen3")
@@ -118,7 +118,7 @@ def test_sequences_that_are_preempted_and_recomputed_go_on_with_the_same_bits(
 
 
 @pytest.mark.parametrize("kv_dtype", KINDS)
-def test_sequences_that_move_and_prefixes_that_are_pulled_have_the_same_bits(
+def test_moved_sequences_and_pulled_prefixes_keep_their_bits(
     checkpoint: Checkpoint, undisturbed: dict[KVDtype, Bits], kv_dtype: KVDtype
 ) -> None:
     folder, _ = checkpoint("qwen3")
@@ -213,14 +213,14 @@ def test_scales_that_cannot_be_are_refused(
         )
 
 
-def test_scales_of_integers_are_not_taken_for_those_of_fp8(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_integer_scales_are_not_read_as_fp8_scales(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, _ = checkpoint("llama")
     into = with_scales(folder, tmp_path / "int8", {}, {"type": "int", "num_bits": 8})
     with pytest.raises(UnsupportedModel, match="keys and values of type 'int' in 8 bits, and kv_dtype is fp8: give"):
         read_kv_scales(into, num_layers=2, num_kv_heads=2, heads=range(2))
 
 
-def test_fp8_is_refused_for_keys_with_a_bias_before_the_weights_are_read(checkpoint: Checkpoint) -> None:
+def test_fp8_is_refused_for_keys_with_a_bias(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint("qwen2")
     with pytest.raises(Misconfigured, match="kv_dtype is fp8, and the key projections of this qwen2 model have biases"):
         check_feasible(make_config({"model": str(folder), "worker": {"kv_dtype": "fp8"}}))

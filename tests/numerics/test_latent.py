@@ -40,7 +40,7 @@ def test_a_recomputed_token_has_the_bits_of_the_decoded_one(checkpoint: Checkpoi
     assert torch.equal(PagedRun(model, fused=True).step([("only", tokens, 150)])[0], decoded)
 
 
-def test_a_sequence_of_latents_moves_is_pulled_and_comes_back_from_the_host(checkpoint: Checkpoint) -> None:
+def test_latent_sequences_move_and_return_from_the_host(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint("deepseek_v3", first_k_dense_replace=2)
     few = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     prompt, config = random_tokens(100, 5), WorkerConfig(model=str(folder), num_blocks=40, max_model_len=160)
@@ -67,14 +67,14 @@ def test_baton_quantize_refuses_latent_attention_by_name(checkpoint: Checkpoint)
         check_float_folder(folder)
 
 
-def test_a_cache_of_latents_is_counted_as_one_vector_a_token_and_layer(checkpoint: Checkpoint) -> None:
+def test_a_latent_cache_has_one_vector_per_token_and_layer(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint("deepseek_v3")
     layout = read_config(folder).kv_layout(block_size=16, dtype="bfloat16", tp=4)
     assert layout.block_bytes == 2 * 16 * (32 + 8) * 2
     assert layout.num_kv_heads == 1
 
 
-def test_layers_for_multi_token_prediction_are_left_out_and_logged(
+def test_mtp_layers_are_left_out_and_logged(
     checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, _ = checkpoint("deepseek_v3")

@@ -164,7 +164,7 @@ def test_blocks_of_a_worker_without_the_head_are_left_out(
         assert speculation.counts.num_drafted > num_drafted
 
 
-def test_blocks_of_a_head_whose_kv_cannot_move_are_left_out(
+def test_blocks_without_movable_head_kv_are_left_out(
     target: Path, head: str, alone: tuple[list[int], dict[int, tuple[int, ...]]]
 ) -> None:
     """Ranks cannot cut this head's heads as the model's: layouts name no head then."""

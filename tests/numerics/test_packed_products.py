@@ -124,7 +124,7 @@ def test_inputs_may_be_columns_of_a_wider_tensor() -> None:
     assert torch.equal(PackedFloats(weight)(wide[:, 64:128]), PackedFloats(weight)(wide[:, 64:128].contiguous()))
 
 
-def test_what_is_not_compiled_is_multiplied_by_torch() -> None:
+def test_uncompiled_products_run_on_torch() -> None:
     weight, x = torch.ones(8, 64, dtype=torch.float64), torch.ones(3, 64, dtype=torch.float64)
     assert not can_pack(weight)
     matrix = FloatMatrix(weight)
@@ -151,7 +151,7 @@ def test_roomy_memory_fills_huge_pages() -> None:
     assert len(pages) < 1.1 * len(tensors)
 
 
-def test_memory_of_a_step_is_given_to_the_next_once_nobody_holds_a_part_of_it() -> None:
+def test_a_steps_memory_is_reused_once_released() -> None:
     num_rows, width = HUGE_PAGE // 512, 1024
     rows = empty_rows(num_rows, width, dtype=torch.int8, stride=apart(width, torch.int8))
     place, part = rows.data_ptr(), rows[5:, 3:]
@@ -164,7 +164,7 @@ def test_memory_of_a_step_is_given_to_the_next_once_nobody_holds_a_part_of_it() 
     assert place in [tensor.data_ptr() for tensor in taken]
 
 
-def test_memory_that_grew_too_small_is_not_kept_beside_the_larger() -> None:
+def test_outgrown_memory_is_released() -> None:
     regions = Regions()
     taken = [regions.take(num_pages * HUGE_PAGE) for num_pages in (1, 2)]
     gone = [weakref.ref(region) for region in taken]

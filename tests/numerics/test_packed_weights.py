@@ -43,7 +43,7 @@ def test_a_packed_model_gives_the_plain_one_s_logits(tmp_path: Path, dtype: str,
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_what_is_packed_is_not_held_twice() -> None:
+def test_packed_weights_are_held_once() -> None:
     weight = torch.ones(64, 64)
     matrix = FloatMatrix(weight)
     matrix.pack()

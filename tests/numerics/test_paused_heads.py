@@ -88,7 +88,7 @@ def test_a_pulled_prefix_and_a_prefill_worker(target: Path, head: str, tokens: l
     assert lengths(drafts)
 
 
-def test_the_host_tier_remembers_what_lacks_the_heads_kv(target: Path, head: str, tokens: list[int]) -> None:
+def test_the_host_tier_records_missing_head_kv(target: Path, head: str, tokens: list[int]) -> None:
     with colocated(config(target, head, num_blocks=20, host_kv_gib=0.001)) as engine:
         pause(engine)
         assert answer(engine, [PROMPT], PARAMS)[0].token_ids == tokens

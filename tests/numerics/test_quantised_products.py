@@ -89,7 +89,7 @@ def test_a_product_is_the_exact_one(form: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rounding_activations_costs_no_more_than_stated(form: str) -> None:
+def test_rounding_activations_stays_within_the_stated_bound(form: str) -> None:
     """|y - exact| <= sum over pieces of (largest |x| of the piece / 254) * sum of |w|, and bfloat16's own rounding."""
     for num_outputs, num_inputs in SHAPES:
         weight = of_form(form, num_outputs, num_inputs)
@@ -299,7 +299,7 @@ def test_products_of_weights_that_share_the_inputs_are_added_up(dtype: torch.dty
         assert torch.equal(packed(x_TI[:num_rows]), actual[:num_rows])
 
 
-def test_what_compiled_code_does_not_take_is_refused() -> None:
+def test_unsupported_weights_are_refused() -> None:
     outliers = ActivationRounding(levels="int8", outliers_from=6.0)
     assert not can_pack(grouped(8, 32, 8, 64, activations=outliers), torch.bfloat16)
     assert not can_pack(grouped(5, 16, 8, 64), torch.bfloat16)
@@ -308,7 +308,7 @@ def test_what_compiled_code_does_not_take_is_refused() -> None:
 
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_none_is_not_hidden(strange: float) -> None:
+def test_nan_is_not_hidden(strange: float) -> None:
     x_TI = random(3, 128).bfloat16()
     x_TI[1, 70] = strange
     actual = PackedQuantised(grouped(4, 128, 20, 128), torch.bfloat16)(x_TI)
@@ -353,6 +353,6 @@ def test_nothing_beyond_the_tensors_is_touched(form: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("form", ["channel", "grouped 4 128", "grouped 4 32", "minimum 4 32", "factors 6 16"])
-def test_packed_weights_take_a_tenth_more_than_stored_ones_at_most(form: str) -> None:
+def test_packed_weights_take_at_most_a_tenth_more(form: str) -> None:
     weight = of_form(form, 256, 1024)
     assert PackedQuantised(weight, torch.bfloat16).num_bytes <= 1.1 * weight.num_bytes

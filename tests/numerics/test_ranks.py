@@ -88,7 +88,7 @@ def followers(group: TensorParallel) -> Any:
     return Leader(group, MESSAGES).followers
 
 
-def test_followers_do_what_the_leader_does_in_its_order() -> None:
+def test_followers_repeat_the_leaders_operations_in_order() -> None:
     done: list[tuple[object, ...]] = []
     settled: list[int] = []
     with groups(2) as (first, second):
@@ -205,7 +205,7 @@ def test_a_refusal_on_a_follower_is_not_the_end() -> None:
             assert ended.result() is None
 
 
-def test_a_follower_that_takes_nothing_is_a_fault_after_the_timeout() -> None:
+def test_a_silent_follower_is_a_fault_after_the_timeout() -> None:
     """The follower was stopped, or killed at the moment of a message to it."""
     with groups(2, timeout_s=0.5) as (first, _), pytest.raises(WorkerLost):
         followers(first).note(bytes(64 << 20))  # more than fits the connection's buffers
@@ -427,7 +427,7 @@ def test_a_chunk_is_told_of_when_every_rank_has_it() -> None:
         assert (shelf.values[6:], far_shelf.values[6:]) == ([1, 2], [101, 102])
 
 
-def test_what_only_some_ranks_got_of_a_lost_lane_is_forgotten_by_all() -> None:
+def test_partly_arrived_chunks_of_a_lost_lane_are_dropped() -> None:
     with groups(2) as made:
         sides = [make_transfer(group) for group in made]
         with following(made[1], transfers_of(sides[1][0])):
@@ -441,7 +441,7 @@ def test_what_only_some_ranks_got_of_a_lost_lane_is_forgotten_by_all() -> None:
         assert [wire.under_way for _, _, wire in sides] == [{}, {}]
 
 
-def test_of_workers_that_are_gone_nothing_is_kept() -> None:
+def test_lost_workers_leave_nothing() -> None:
     """One that is restarted again and again is another peer each time."""
     wire: Any = Wire()
     transfer = RankTransfer(Shelf(0), LAYOUT, receiver=wire)

@@ -72,7 +72,7 @@ def test_attention_has_the_same_bits_for_a_token_that_decodes(
     assert torch.equal(read_TND, decoded_TND)
 
 
-def test_an_answer_goes_on_with_the_same_logprobs_when_it_is_recomputed() -> None:
+def test_a_recomputed_answer_has_the_same_logprobs() -> None:
     prompt_ids = tuple(range(300, 400))
     with opened(DEMO) as engine:
         token_ids, logprobs = answer(engine, prompt_ids, 90)

@@ -75,7 +75,7 @@ def test_drafts_change_no_answer_of_other_caches_and_layers(
 
 
 @pytest.mark.parametrize("num_before", [9, 25])
-def test_a_sequence_that_moves_while_it_speculates_keeps_its_tokens(tmp_path: Path, num_before: int) -> None:
+def test_a_moved_speculating_sequence_keeps_its_tokens(tmp_path: Path, num_before: int) -> None:
     make_checkpoint("llama", tmp_path)
     config = WorkerConfig(model=str(tmp_path), device="cpu", dtype="float32", num_blocks=64, block_size=4)
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=40, ignore_eos=True)

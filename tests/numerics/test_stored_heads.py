@@ -61,7 +61,7 @@ def test_a_tied_model_has_the_head_that_is_stored(
 )
 @pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
-def test_a_decoder_without_a_head_has_the_vectors_of_transformers(
+def test_a_decoder_without_a_head_has_transformers_vectors(
     checkpoint: Checkpoint, family: str, architecture: str, tied: bool, tmp_path: Path
 ) -> None:
     source, _ = checkpoint(family)

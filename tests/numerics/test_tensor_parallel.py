@@ -106,7 +106,7 @@ def test_compiled_layers_add_up_the_ranks_sums(family: str, overrides: dict[str,
         assert all(map(torch.equal, one_by_one, fused))
 
 
-def test_norms_over_all_heads_of_several_ranks_run_layer_by_layer(tmp_path: Path) -> None:
+def test_norms_over_all_heads_run_layer_by_layer_over_ranks(tmp_path: Path) -> None:
     make_checkpoint("olmo2", tmp_path)
 
     def program(group: TensorParallel) -> bool:

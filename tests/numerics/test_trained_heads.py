@@ -29,7 +29,7 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return {name: value.float() if value.is_floating_point() else value for name, value in read.items()}
 
 
-def test_a_head_is_trained_on_what_it_drafts(tmp_path: Path) -> None:
+def test_a_head_is_trained_on_its_own_drafts(tmp_path: Path) -> None:
     """Each step of an unrolled base is the draft of a chain, without a cache, by the exported tensors."""
     make_checkpoint("llama", tmp_path)
     target = Target(tmp_path)

@@ -109,7 +109,7 @@ def test_the_cache_is_known_from_the_config(checkpoint: Checkpoint) -> None:
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_what_cannot_run_is_refused_by_name(tmp_path: Path, config: dict[str, Any], why: str) -> None:
+def test_unsupported_models_are_refused_by_name(tmp_path: Path, config: dict[str, Any], why: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=f"{config['architectures'][0]} is not served.*{why}"):
         read_served(tmp_path)
@@ -127,7 +127,7 @@ def test_what_cannot_run_is_refused_by_name(tmp_path: Path, config: dict[str, An
     ],
     ids=lambda value: value["architectures"][0] if isinstance(value, dict) else "",
 )
-def test_what_config_json_shows_is_refused_without_transformers(
+def test_config_json_is_refused_without_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], why: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
         ("qwen3", 32, 1, {}),
     ],
 )
-def test_logits_are_those_of_the_dequantised_weights(
+def test_logits_equal_those_of_dequantised_weights(
     family: str, group_size: int, tp: int, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     oracle = write_quantised(family, tmp_path, awq(group_size), CONFIG | {"group_size": group_size}, **overrides)
@@ -59,7 +59,7 @@ def test_the_older_config_file_is_read(tmp_path: Path) -> None:
         ({"group_size": -2}, "'group_size' is -2"),
     ],
 )
-def test_what_is_not_served_is_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_unserved_options_are_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     write_quantised("llama", tmp_path, lambda name, weight: None, CONFIG | changes)
     with pytest.raises((UnsupportedModel, BadCheckpoint), match=named):
         read_config(tmp_path)

@@ -43,7 +43,7 @@ def test_nf4_has_the_logits_of_the_dequantised_weights(
 
 
 @pytest.mark.parametrize("threshold", [6.0, 0.0])
-def test_outliers_are_those_of_the_row_alone(threshold: float, tmp_path: Path) -> None:
+def test_outliers_are_chosen_row_by_row(threshold: float, tmp_path: Path) -> None:
     """bitsandbytes leaves out the columns that have one in any row: then an answer depends on its batch."""
     oracle = write_quantised("llama", tmp_path, int8_rows, INT8 | {"llm_int8_threshold": threshold})
     x = torch.randn(9, 96, generator=torch.Generator().manual_seed(3)) * 2
@@ -74,7 +74,7 @@ def test_int8_is_served(tmp_path: Path) -> None:
         (INT8 | {"llm_int8_threshold": "six"}, "'llm_int8_threshold' is 'six'"),
     ],
 )
-def test_what_is_not_served_is_named(config: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_unserved_options_are_named(config: dict[str, Any], named: str, tmp_path: Path) -> None:
     write_quantised("llama", tmp_path, lambda name, weight: None, config)
     with pytest.raises((UnsupportedModel, BadCheckpoint), match=named):
         read_config(tmp_path)

@@ -64,7 +64,7 @@ FP8_GROUP = FP8_TOKEN | {"strategy": "group", "group_size": 32}
     ids=["int4-tp2", "int8", "zeros-tp2", "act-order-tp2", "one-scale", "int8-groups-tp2", "int8-zeros-tp2",
          "fp8-blocks-tp2", "fp8-channel-tp2", "fp8-tensor-tp2"],
 )  # fmt: skip
-def test_logits_are_those_of_the_dequantised_weights(
+def test_logits_equal_those_of_dequantised_weights(
     family: str, encode: Any, config: dict[str, Any], tp: int, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     oracle = write_quantised(family, tmp_path, encode, config, **overrides)
@@ -117,7 +117,7 @@ def test_rounded_activations_are_a_float64_references(
     assert_near(tmp_path, oracle, tp=2)
 
 
-def test_targets_and_ignored_layers_are_names_patterns_or_classes(tmp_path: Path) -> None:
+def test_targets_and_ignored_layers_may_be_names_or_patterns(tmp_path: Path) -> None:
     """The exact name comes before the pattern, and that before the class."""
 
     def encode(name: str, weight: torch.Tensor) -> Any:
@@ -166,7 +166,7 @@ def test_targets_and_ignored_layers_are_names_patterns_or_classes(tmp_path: Path
         (config_of(PACKED, integers(4, "group", 32), config_groups={}), "config_groups is {}"),
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_named(config: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_unserved_options_are_named(config: dict[str, Any], named: str, tmp_path: Path) -> None:
     write_quantised("llama", tmp_path, lambda name, weight: None, config)
     with pytest.raises((UnsupportedModel, BadCheckpoint), match=named):
         read_config(tmp_path)
@@ -182,7 +182,7 @@ def test_a_shape_that_contradicts_the_config_is_named(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_a_scale_that_is_none_is_named(tmp_path: Path) -> None:
+def test_an_invalid_scale_is_named(tmp_path: Path) -> None:
     encode = in_bytes("int8", "tensor", input_scale=torch.tensor([float("nan")]))
     write_quantised("llama", tmp_path, encode, config_of(INT, integers(8, "tensor"), STATIC))
     with pytest.raises(BadCheckpoint, match="input_scale' is nan: a scale must be above 0"):

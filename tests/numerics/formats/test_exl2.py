@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {"quant_method": "exl2", "version": "0.3.2", "bits": 4.
         ("qwen3", exl2(((4, 32),)), 2, {}),
     ],
 )
-def test_logits_are_those_of_the_dequantised_weights(
+def test_logits_equal_those_of_dequantised_weights(
     family: str, encode: Any, tp: int, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     """Each projection has an order of its own. The head is quantised too, also where config.json ties it."""

@@ -69,7 +69,7 @@ def write_with_oracle(family: str, folder: Path, encode: Encode, config: dict[st
     ],
     ids=["gptq", "awq", "act-order"],
 )
-def test_logits_are_those_of_the_dequantised_experts(
+def test_logits_equal_those_of_dequantised_experts(
     family: str, encode: Encode, config: dict[str, Any], tp: int, tmp_path: Path
 ) -> None:
     oracle = write_with_oracle(family, tmp_path, encode, config)

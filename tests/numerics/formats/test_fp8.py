@@ -58,7 +58,7 @@ def test_products_are_a_float64_references_and_logits_near(
         ({"weight_block_size": [0, 128]}, "'weight_block_size'"),
     ],
 )
-def test_what_is_not_served_is_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_unserved_options_are_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     write_quantised("llama", tmp_path, lambda name, weight: None, DEEPSEEK | changes)
     with pytest.raises((UnsupportedModel, BadCheckpoint), match=named):
         read_config(tmp_path)

@@ -92,7 +92,7 @@ FLOAT_EMBEDDING = {"token_embd": "F32", "output": "F16"}
         ("qwen3", "Q6_K", {"ffn": "Q4_K", "attn_k": "Q8_0"}, WIDE | {"head_dim": 32}, 1),
     ],
 )
-def test_logits_are_those_of_the_dequantised_weights(
+def test_logits_equal_those_of_dequantised_weights(
     family: str, kind: str, others: dict[str, str], overrides: dict[str, Any], tp: int, tmp_path: Path
 ) -> None:
     oracle = convert_with_oracle(family, tmp_path, kind, others=others, **overrides)
@@ -126,7 +126,7 @@ def test_shards_are_served_as_one_model(tmp_path: Path) -> None:
         assert_served(location, oracle)
 
 
-def test_the_config_is_that_of_the_folder(tmp_path: Path) -> None:
+def test_the_config_equals_the_folders(tmp_path: Path) -> None:
     """But for how weights are stored."""
     for family in ("llama", "mistral", "qwen2", "qwen3"):
         make_checkpoint(family, tmp_path / family, bos_token_id=None)

@@ -61,7 +61,7 @@ def opened(path: Path) -> PagedRun:
         ("Q4_K", {"token_embd": "Q6_K", "attn_v": "Q6_K"}, 1.04),
     ],
 )  # fmt: skip
-def test_the_demo_model_stays_what_it_is(kind: str, others: dict[str, str], most: float, tmp_path: Path) -> None:
+def test_the_demo_model_is_unchanged(kind: str, others: dict[str, str], most: float, tmp_path: Path) -> None:
     path = convert(DEMO, tmp_path / "demo.gguf", kind, others=others)
     run = opened(path)
     assert nats(run, held_out()) <= most * float_nats()

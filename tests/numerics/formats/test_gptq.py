@@ -34,7 +34,7 @@ UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
     ],
     ids=["plain", "act-order-tp2", "3-bit-tp2", "v2-8-bit-tp2", "3-bit-act-order", "one-group-tp2", "2-bit", "v2-tp2"],
 )
-def test_logits_are_those_of_the_dequantised_weights(
+def test_logits_equal_those_of_dequantised_weights(
     family: str, sizes: dict[str, Any], config: dict[str, Any], tp: int, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     oracle = write_quantised(family, tmp_path, gptq(**sizes), gptq_config(**config), **overrides)
@@ -82,7 +82,7 @@ def test_a_config_beside_config_json_is_read(tmp_path: Path) -> None:
         ({"bits": "four"}, "'bits' is 'four'"),
     ],
 )
-def test_what_is_not_served_is_named_before_a_weight_is_read(
+def test_unserved_options_are_named_before_a_weight_is_read(
     changes: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     write_quantised("llama", tmp_path, gptq(), gptq_config(**changes))

@@ -95,7 +95,7 @@ def write(folder: Path, layer_of: Any, config: dict[str, object], vocab: int = V
     [(random_gptq, gptq_config(group_size=128, desc_act=True)), (random_nf4, NF4)],
     ids=["gptq-act-order", "nf4"],
 )
-def test_loading_takes_the_packed_bytes_and_one_dequantised_tensor(
+def test_loading_takes_packed_bytes_and_one_dequantised_tensor(
     layer_of: Any, config: dict[str, object], tmp_path: Path
 ) -> None:
     num_bytes = write(tmp_path, layer_of, config)

@@ -42,7 +42,7 @@ def by_the_rule(name: str, weight: torch.Tensor, levels: Quantize) -> torch.Tens
     [("llama", "int4", True), ("qwen2", "int8", False), ("mistral", "fp8", True), ("qwen3", "int4", False)],
 )
 @torch.no_grad()
-def test_logits_are_those_of_the_rounded_weights(
+def test_logits_equal_those_of_rounded_weights(
     family: str, levels: Quantize, tied: bool, tp: int, tmp_path: Path
 ) -> None:
     oracle: Any = make_checkpoint(family, tmp_path, tie_word_embeddings=tied, **SHAPE)
@@ -64,7 +64,7 @@ def test_logits_are_those_of_the_rounded_weights(
 
 
 @torch.no_grad()
-def test_the_layers_are_those_that_baton_quantize_writes(tmp_path: Path) -> None:
+def test_the_layers_equal_those_of_baton_quantize(tmp_path: Path) -> None:
     """Where the groups divide the inputs; the head apart, which `baton quantize` leaves in floating point."""
     overrides: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": False}
     make_checkpoint("llama", tmp_path / "float", **overrides)

@@ -73,7 +73,7 @@ def test_served_as_the_dequantised_weights(
 
 
 @torch.no_grad()
-def test_the_held_out_loss_is_that_of_transformers(tmp_path: Path) -> None:
+def test_the_held_out_loss_equals_that_of_transformers(tmp_path: Path) -> None:
     oracle, out = write(tmp_path, "gptq", 4, family="mistral", sliding_window=24)
     for folder in (tmp_path / "float", out):
         if folder == out:
@@ -85,7 +85,7 @@ def test_the_held_out_loss_is_that_of_transformers(tmp_path: Path) -> None:
         assert held_out_nats(folder, TEXT) == pytest.approx(total / sum(len(ids) - 1 for ids in TEXT), rel=1e-5)
 
 
-def test_awq_before_rounding_computes_what_the_float_model_does(tmp_path: Path) -> None:
+def test_awq_scaling_alone_changes_no_result(tmp_path: Path) -> None:
     """Eight bits lose next to nothing, so a scale that is folded wrongly shows."""
     for method in ("rtn", "awq", "gptq"):
         _, out = write(tmp_path / method, method, 8, num_key_value_heads=4, attention_bias=True)
@@ -93,7 +93,7 @@ def test_awq_before_rounding_computes_what_the_float_model_does(tmp_path: Path) 
         assert after == pytest.approx(before, rel=0.01)
 
 
-def test_the_folder_is_what_compressed_tensors_writes(tmp_path: Path) -> None:
+def test_the_folder_equals_that_of_compressed_tensors(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path / "float", **SHAPE)
     (tmp_path / "float" / "tokenizer.json").write_text("{}")
     (tmp_path / "float" / "model.bin").write_text("other weights")
@@ -136,7 +136,7 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     assert (out / "config.json").read_bytes() == before
 
 
-def test_nothing_is_left_of_what_fails(tmp_path: Path) -> None:
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path / "float", **SHAPE)
 
     def fail(done: int, total: int) -> None:

@@ -10,7 +10,7 @@ def at(case: int, *multiples: float, capacity: float) -> list[RatePoint]:
     return list(points)
 
 
-def test_where_reading_is_scarce_three_times_the_load_costs_no_goodput() -> None:
+def test_scarce_prefill_keeps_its_goodput_at_three_times_the_load() -> None:
     full, flooded = at(0, 1.0, 3.0, capacity=18.0)
     assert flooded.goodput >= 0.9 * full.goodput
     assert flooded.late <= 0.05 * flooded.admitted
@@ -18,14 +18,14 @@ def test_where_reading_is_scarce_three_times_the_load_costs_no_goodput() -> None
     assert not flooded.errors
 
 
-def test_where_writing_is_scarce_three_times_the_load_costs_no_goodput() -> None:
+def test_scarce_decode_keeps_its_goodput_at_three_times_the_load() -> None:
     full, flooded = at(1, 1.0, 3.0, capacity=22.0)
     assert flooded.goodput >= 0.9 * full.goodput
     assert flooded.late <= 0.05 * flooded.admitted
     assert not flooded.errors
 
 
-def test_workers_that_do_both_are_kept_even_only_within_what_requests_allow() -> None:
+def test_colocated_workers_are_balanced_as_far_as_requests_allow() -> None:
     """To be even is no reason to send a request to a worker that cannot begin in time, where another can."""
     full, flooded = at(2, 1.0, 3.0, capacity=60.0)
     assert flooded.goodput >= full.goodput

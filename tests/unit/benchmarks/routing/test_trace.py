@@ -40,7 +40,7 @@ def test_the_default_policy_is_near_the_ideal_and_in_balance(
         assert figure.request_imbalance < 1.5, row(figure)  # of requests that are cached nearly whole a worker has more
 
 
-def test_it_finds_more_than_those_that_do_not_look_and_waits_less_than_one_that_only_looks(
+def test_it_hits_more_than_blind_policies_and_waits_less_than_greedy(
     figures: dict[str, TraceFigures],
 ) -> None:
     slo = figures["slo"]
@@ -50,7 +50,7 @@ def test_it_finds_more_than_those_that_do_not_look_and_waits_less_than_one_that_
     assert slo.ttft_mean_s < figures["longest_prefix"].ttft_mean_s
 
 
-def test_a_product_with_one_system_prompt_waits_no_longer_than_under_the_policy_that_learns_nothing() -> None:
+def test_one_shared_prompt_waits_no_longer_than_without_learning() -> None:
     """Below saturation, where a prompt that is cached nowhere must not wait behind one that is."""
     asked = asked_for(None, "assistant", num_requests=500, rate=3.4, seed=2)
     _, plain, slo = compare(asked, ["prefix_aware", "slo"], num_workers=8, num_blocks=4000, utilisation=0.5)
@@ -59,7 +59,7 @@ def test_a_product_with_one_system_prompt_waits_no_longer_than_under_the_policy_
     assert slo.ttft_p99_s <= 1.03 * plain.ttft_p99_s, row(slo)
 
 
-def test_no_policy_is_in_time_more_often_than_one_worker_with_all_there_is(figures: dict[str, TraceFigures]) -> None:
+def test_no_policy_beats_one_large_worker(figures: dict[str, TraceFigures]) -> None:
     assert max(figures.values(), key=lambda one: one.in_time).policy == IDEAL
 
 

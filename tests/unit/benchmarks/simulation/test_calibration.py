@@ -11,7 +11,7 @@ from benchmarks.simulation.calibration import NOTHING, Calibrated, MeasuredStep,
 from cluster.simulate.latency.step_work import StepWork, step_of
 
 
-def test_a_calibration_finds_the_coefficients_and_says_how_well_it_fits() -> None:
+def test_a_calibration_finds_the_coefficients_and_its_error() -> None:
     truth = Calibrated(base_s=0.003, row_s=1e-4, token_s=2e-5, read_s=1e-7, attended_s=0.0, request_s=0.005)
     shapes = [(tokens, before, rows) for tokens in (1, 64, 500) for before in (0, 900) for rows in (1, 4, 16)]
     steps = [step_of([(tokens, tokens + before)] * rows) for tokens, before, rows in shapes]
@@ -36,7 +36,7 @@ def test_no_coefficient_is_negative_however_noisy_the_steps() -> None:
     assert fitted.worst > fitted.error > 0
 
 
-def test_a_fit_that_could_not_miss_does_not_say_that_it_is_right() -> None:
+def test_an_exactly_determined_fit_claims_no_accuracy() -> None:
     step = MeasuredStep(step=step_of([(100, 100)]), seconds=0.01)
     assert calibrate([step]).error is None
     assert "too few points to know its error" in str(calibrate([step] * 3))

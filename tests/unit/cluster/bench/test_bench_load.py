@@ -82,7 +82,7 @@ def test_scale_shortens_prompts_and_answers_and_speed_the_time(tmp_path: Path) -
     assert (first.num_output, second.num_output, second.due_s) == (2, 1, 0.25)
 
 
-def test_equal_hash_ids_are_equal_prefixes_and_different_ones_differ(tmp_path: Path) -> None:
+def test_equal_hash_ids_are_equal_prefixes(tmp_path: Path) -> None:
     lines = [line(ids=(0, 1)), line(ids=(0, 2)), line(ids=(3, 1)), line(tokens=1100, ids=(0, 1, 4))]
     prompts = Prompts(seed=0, vocab_size=32000)
     first, two, three, four = (prompts.ids(item.spans) for item in read_trace(write(tmp_path, *lines), scale=0.125))
@@ -145,7 +145,7 @@ def test_requests_beyond_the_context_are_left_out_and_counted() -> None:
         fitting(items, 50)
 
 
-def test_prompts_are_random_but_repeatable_and_spare_special_tokens() -> None:
+def test_prompts_are_random_repeatable_and_without_special_tokens() -> None:
     spans = [PrefixSpan(key=(0, 1), num_tokens=5000)]
     ids = Prompts(seed=3, vocab_size=4000).ids(spans)
     assert len(ids) == 5000

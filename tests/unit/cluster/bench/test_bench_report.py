@@ -50,7 +50,7 @@ def test_percentiles_are_interpolated(values: list[float], percent: float, expec
     assert percentile(values, percent) == pytest.approx(expected)
 
 
-def test_a_spread_needs_no_order_and_leaves_out_what_is_unknown() -> None:
+def test_a_spread_ignores_order_and_unknown_values() -> None:
     made = spread([3.0, None, 1.0, 2.0])
     assert made is not None
     assert (made.num, made.mean, made.p50, made.max) == (3, 2.0, 2.0, 3.0)
@@ -69,7 +69,7 @@ def test_a_spread_needs_no_order_and_leaves_out_what_is_unknown() -> None:
         pytest.param(record(error="timeout"), Objective(tpot_s=0.5), False, id="failed with nothing"),
     ],
 )
-def test_what_keeps_an_objective(seen: RequestRecord, objective: Objective, met: bool) -> None:
+def test_the_objective_decides_goodput(seen: RequestRecord, objective: Objective, met: bool) -> None:
     assert objective.met(seen) is met
 
 
@@ -94,7 +94,7 @@ def test_a_run_adds_up() -> None:
     assert (report.ttft_s.num, report.ttft_s.max) == (2, 2.0), "failures have no latency"
 
 
-def test_what_was_not_asked_for_or_not_told_is_not_made_up() -> None:
+def test_missing_figures_are_not_invented() -> None:
     report = make_report([record(2.0, 3.0)], Objective())
     assert report.goodput is None
     assert report.good_share is None

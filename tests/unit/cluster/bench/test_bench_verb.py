@@ -70,7 +70,7 @@ async def test_an_open_loop_and_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     assert "s3cret" not in file.read_text()
 
 
-async def test_runs_are_alike_but_do_not_find_each_others_prompts_cached() -> None:
+async def test_runs_are_alike_without_sharing_cached_prompts() -> None:
     asked: list[tuple[int, ...]] = []
 
     def noted(job: Any) -> Any:
@@ -85,7 +85,7 @@ async def test_runs_are_alike_but_do_not_find_each_others_prompts_cached() -> No
     assert three == four
 
 
-async def test_a_trace_and_what_of_it_does_not_fit(tmp_path: Path) -> None:
+async def test_a_trace_leaves_out_requests_that_do_not_fit(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     lengths = [(400, [0]), (1000, [0, 1]), (4000, list(range(8)))]
     lines = [
@@ -109,7 +109,7 @@ async def test_failures_are_counted_shown_and_told_by_the_exit_code() -> None:
     assert "overloaded, the first time: HTTP 429: too much at once" in result.stderr
 
 
-async def test_a_request_that_failed_fails_the_run_unless_so_many_were_allowed_to() -> None:
+async def test_failures_beyond_the_allowed_share_fail_the_run() -> None:
     def every_third(job: Any) -> Any:
         if len(job.prompt_ids) == 16:  # the probe
             return saying("ab")(job)

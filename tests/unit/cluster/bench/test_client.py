@@ -62,7 +62,7 @@ def asked(steps: Sequence[Step], folder: Path, **more: Any) -> RequestRecord:
     return run_virtually(ask(lambda _: steps, folder, **more))[0]
 
 
-def test_times_are_those_of_the_bytes(folder: Path) -> None:
+def test_times_are_measured_at_the_bytes(folder: Path) -> None:
     record = asked(WHOLE, folder)
     assert record.error == ""
     assert record.sent_s == pytest.approx(0.0)
@@ -71,7 +71,7 @@ def test_times_are_those_of_the_bytes(folder: Path) -> None:
     assert (record.index, record.due_s, record.status) == (4, 0.0, 200)
 
 
-def test_what_is_asked_for(folder: Path) -> None:
+def test_the_requests_parameters(folder: Path) -> None:
     _, server = run_virtually(ask(lambda _: WHOLE, folder))
     [body] = server.bodies
     assert len(body["prompt"]) == 7
@@ -124,7 +124,7 @@ def test_without_ids_or_usage_an_event_is_a_token(folder: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_fails_is_told_by_a_code(steps: Sequence[Step], error: str, told: str, folder: Path) -> None:
+def test_failures_have_codes(steps: Sequence[Step], error: str, told: str, folder: Path) -> None:
     record = asked(steps, folder)
     assert record.error == error
     assert told in record.message
@@ -149,7 +149,7 @@ def test_nobody_listens(folder: Path) -> None:
     assert (record.error, record.message, record.sent_s) == ("connection", "nobody there", None)
 
 
-def test_connections_are_kept_and_as_many_as_there_are_requests(folder: Path) -> None:
+def test_there_are_as_many_kept_connections_as_requests(folder: Path) -> None:
     items = [WorkloadItem(index=i, spans=ITEM.spans, num_output=3) for i in range(6)]
 
     async def load(concurrency: int) -> FakeServer:
@@ -203,7 +203,7 @@ def test_a_server_that_knows_it_all_is_asked_once(folder: Path) -> None:
     assert (dialect.given_up, len(server.bodies)) == ((), 1)
 
 
-def test_only_what_the_server_names_is_given_up(folder: Path) -> None:
+def test_only_refused_parameters_are_dropped(folder: Path) -> None:
     def no_ids(body: dict[str, Any]) -> Sequence[Step]:
         return WHOLE if isinstance(body["prompt"], str) else refusal(400, "prompt must be a string")
 
@@ -212,7 +212,7 @@ def test_only_what_the_server_names_is_given_up(folder: Path) -> None:
     assert len(server.bodies[-1]["prompt"].split(" ")) == 4, "as many words as tokens were wanted"
 
 
-def test_a_server_that_does_not_say_why_is_asked_for_less_and_less(folder: Path) -> None:
+def test_without_a_reason_parameters_are_dropped_one_by_one(folder: Path) -> None:
     def plain_only(body: dict[str, Any]) -> Sequence[Step]:
         plain = not body.keys() & {"ignore_eos", "return_token_ids", "stream_options"}
         return WHOLE if plain and isinstance(body["prompt"], str) else refusal(422, "no")

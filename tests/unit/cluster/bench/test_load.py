@@ -76,7 +76,7 @@ def test_records_come_in_the_order_of_requests_not_of_answers() -> None:
     assert [record.index for record in records] == [0, 1, 2]
 
 
-def test_progress_tells_what_was_sent_and_what_ended() -> None:
+def test_progress_counts_sent_and_ended_requests() -> None:
     told: list[tuple[int, bool]] = []
 
     def tell(num_running: int, record: RequestRecord | None) -> None:
@@ -86,7 +86,7 @@ def test_progress_tells_what_was_sent_and_what_ended() -> None:
     assert told == [(1, False), (0, True)] * 2
 
 
-def test_a_run_that_is_stopped_gives_what_it_has() -> None:
+def test_a_stopped_run_reports_its_figures() -> None:
     client = SlowClient(1.0, 50.0)
 
     async def stopped() -> list[RequestRecord]:

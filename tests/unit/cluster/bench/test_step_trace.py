@@ -62,7 +62,7 @@ async def bench(fleet: Crew, *flags: str, tenants: Path | None = None) -> Result
         return await asyncio.to_thread(runner.invoke, make_app(arguments), arguments)
 
 
-async def test_workers_record_during_the_load_and_the_trace_has_their_steps_and_the_requests(tmp_path: Path) -> None:
+async def test_a_load_is_recorded_with_the_workers_steps(tmp_path: Path) -> None:
     fleet, path = crew(), tmp_path / "trace.json"
     result = await bench(fleet, "--profile", str(path))
     assert result.exit_code == 0, result.output
@@ -75,7 +75,7 @@ async def test_workers_record_during_the_load_and_the_trace_has_their_steps_and_
     assert [event["ph"] for event in events if event.get("cat") == "request"] == ["b", "n", "e"] * 3
 
 
-def test_spans_keep_their_nesting_and_counters_fall_to_nothing_after_a_step() -> None:
+def test_spans_nest_and_counters_return_to_zero() -> None:
     told = [{"worker_id": "w", "profile": {"wall_offset_s": 1.7e9 + 1 / 3, "num_dropped": 0, "spans": plain(SPANS)}}]
     events = chrome_trace(told)["traceEvents"]
     spans = {event["name"]: event for event in events if event["ph"] == "X"}
@@ -110,7 +110,7 @@ async def test_how_much_of_the_transfers_was_hidden_is_said(tmp_path: Path) -> N
     assert "KV: 4.0 MB in 4.0 ms on lanes, 75% of it while its prompt was still computed" in result.stderr
 
 
-def test_workers_on_hosts_whose_clocks_began_apart_line_up() -> None:
+def test_workers_with_different_clocks_are_aligned() -> None:
     worker = {
         "wall_offset_s": 1000.0,
         "num_dropped": 0,

@@ -56,7 +56,7 @@ async def test_a_later_change_replaces_the_one_under_way() -> None:
     assert (await owner.ended(2)).state is ChangeState.REACHED
 
 
-async def test_a_worker_that_can_never_start_fails_the_change_and_the_fleet_is_what_is_left() -> None:
+async def test_a_worker_that_cannot_start_fails_the_change() -> None:
     fleet = StagedFleet()
     owner = FleetController(fleet, CONFIGURED)
     await owner.order(scale(decode=3))
@@ -67,7 +67,7 @@ async def test_a_worker_that_can_never_start_fails_the_change_and_the_fleet_is_w
     assert owner.desired == CONFIGURED
 
 
-async def test_what_the_machines_cannot_hold_is_refused_and_changes_nothing() -> None:
+async def test_an_order_beyond_the_machines_is_refused() -> None:
     owner = FleetController(StagedFleet(), CONFIGURED)
     with pytest.raises(InvalidRequest, match="11 GPUs, and there are 8"):
         await owner.order(scale(decode=10))
@@ -89,7 +89,7 @@ async def test_what_the_machines_cannot_hold_is_refused_and_changes_nothing() ->
         (flip("decode-0", WorkerRole.COLOCATED), "decode-0 is a decode worker and cannot become a colocated worker"),
     ],
 )
-async def test_an_order_that_cannot_be_names_what_is_wrong(order: FleetOrder, message: str) -> None:
+async def test_an_impossible_order_names_the_fault(order: FleetOrder, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         await FleetController(StagedFleet(), CONFIGURED).order(order)
 
@@ -102,7 +102,7 @@ async def test_the_only_decode_worker_keeps_its_role() -> None:
         await owner.order(flip("decode-0", PREFILL))
 
 
-async def test_an_order_for_what_is_there_changes_nothing() -> None:
+async def test_an_order_for_the_present_fleet_changes_nothing() -> None:
     owner = FleetController(StagedFleet(), CONFIGURED)
     assert (await owner.order(scale(decode=2))).number == 0
     assert owner.changes == ()
@@ -118,7 +118,7 @@ async def test_the_ring_keeps_the_latest_changes() -> None:
     assert (await owner.ended(RING_SIZE + 3)).state is ChangeState.REACHED
 
 
-async def test_the_record_outlives_its_owner_unless_the_settings_change() -> None:
+async def test_the_record_outlives_its_owner_unless_settings_change() -> None:
     records = KeptRecords()
     owner = FleetController(StagedFleet(), CONFIGURED, store=records)
     await owner.order(scale(decode=3))

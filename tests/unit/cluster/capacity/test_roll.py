@@ -65,9 +65,7 @@ async def ended(owner: FleetController, fleet: StagedFleet, number: int) -> Flee
 @pytest.mark.parametrize(
     "counts", [{COLOCATED: 3}, {PREFILL: 1, DECODE: 3}, {PREFILL: 4, DECODE: 2}, {PREFILL: 0, DECODE: 2}]
 )
-def test_every_step_of_a_roll_keeps_both_pools_at_work_within_the_surge(
-    counts: dict[WorkerRole, int], surge: int
-) -> None:
+def test_each_step_of_a_roll_keeps_both_pools_serving(counts: dict[WorkerRole, int], surge: int) -> None:
     last = RollMix(newer=dict.fromkeys(counts, 0), older=dict(counts))
     while (mix := next_mix(last, counts, surge)) is not None:
         starts, ends = mix.newer != last.newer, mix.older != last.older
@@ -85,9 +83,7 @@ def test_every_step_of_a_roll_keeps_both_pools_at_work_within_the_surge(
     assert last == RollMix(newer=dict(counts), older=dict.fromkeys(counts, 0))
 
 
-async def test_a_roll_goes_step_by_step_and_the_fleet_has_the_revision_then(
-    fleet: StagedFleet, owner: FleetController
-) -> None:
+async def test_a_roll_ends_with_the_new_revision(fleet: StagedFleet, owner: FleetController) -> None:
     change = await owner.order(ROLL)
     assert (change.after, str(change.after)) == (
         replace(CONFIGURED, revision=NEW), "1 prefill + 2 decode at revision new (model /models/new)",
@@ -134,7 +130,7 @@ async def test_an_abort_goes_back_from_where_the_roll_is(fleet: StagedFleet) -> 
 
 
 @pytest.mark.parametrize("is_aborted", [True, False])
-async def test_a_way_back_that_fails_ends_with_its_reason_and_does_not_roll_forward(
+async def test_a_failed_way_back_ends_with_its_reason(
     fleet: StagedFleet, owner: FleetController, is_aborted: bool
 ) -> None:
     change = await owner.order(ROLL)
@@ -173,7 +169,7 @@ async def stuck_owner(fleet: StagedFleet) -> FleetController:
     return owner
 
 
-async def test_what_is_there_is_told_after_a_way_back_that_failed(fleet: StagedFleet) -> None:
+async def test_the_fleet_is_reported_after_a_failed_way_back(fleet: StagedFleet) -> None:
     owner = await stuck_owner(fleet)
     assert owner.desired == CONFIGURED, "what should be there"
     progress = (await owner.view()).rolling
@@ -224,9 +220,7 @@ async def test_a_way_back_without_room_ends_with_fewer_workers(fleet: StagedFlee
     assert fleet.mixes[-1] == ("", {PREFILL: 1, DECODE: 1}, {PREFILL: 0, DECODE: 0})
 
 
-async def test_a_bug_in_a_step_takes_the_roll_back_and_leaves_the_fleet_open_to_orders(
-    fleet: StagedFleet, owner: FleetController
-) -> None:
+async def test_a_bug_in_a_step_takes_the_roll_back(fleet: StagedFleet, owner: FleetController) -> None:
     await owner.order(ROLL)
     fleet.begun[-1].set_exception(KeyError("worker"))
     change = await ended(owner, fleet, 1)
@@ -244,7 +238,7 @@ async def test_other_orders_wait_for_the_end_of_a_roll(fleet: StagedFleet, owner
     assert (await owner.order(scale(decode=3))).number == 2
 
 
-async def test_a_roll_that_cannot_be_names_what_is_wrong_and_changes_nothing(
+async def test_an_impossible_roll_names_the_fault_and_changes_nothing(
     fleet: StagedFleet, owner: FleetController
 ) -> None:
     fleet.most = 3
@@ -267,9 +261,7 @@ async def test_a_fleet_that_sleeps_wakes_with_the_revision(fleet: StagedFleet, o
     assert (woken.after.counts, woken.after.revision) == (CONFIGURED.counts, NEW)
 
 
-async def test_the_next_owner_goes_on_with_the_revision_that_was_reached(
-    fleet: StagedFleet, owner: FleetController
-) -> None:
+async def test_the_next_owner_keeps_the_reached_revision(fleet: StagedFleet, owner: FleetController) -> None:
     await owner.order(ROLL)
     under_way = FleetRecord(configured=CONFIGURED, desired=owner.desired, changes=tuple(owner.changes), origin="o")
     again = continued(msgspec.json.decode(msgspec.json.encode(under_way), type=FleetRecord), CONFIGURED, "o")

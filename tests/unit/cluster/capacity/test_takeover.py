@@ -48,7 +48,7 @@ def record_of(before: ClusterConfig, *changes: FleetChange, desired: DesiredFlee
     )  # fmt: skip
 
 
-def test_the_same_settings_change_nothing_not_even_ordered_numbers() -> None:
+def test_the_same_settings_keep_even_ordered_numbers() -> None:
     bigger = DesiredFleet(counts={PREFILL: 1, DECODE: 2})
     plans = plan(config().pools.with_counts(bigger.counts), (NodeResources(cpus=2.0),), tp=1, device="cpu")
     takeover = takeover_of(left_by(config(), *plans), record_of(config(), desired=bigger), config())
@@ -57,7 +57,7 @@ def test_the_same_settings_change_nothing_not_even_ordered_numbers() -> None:
     assert takeover.config.peers.token == TOKEN, "the workers know no other"
 
 
-def test_other_settings_of_workers_are_a_roll_and_other_numbers_a_scale() -> None:
+def test_other_worker_settings_roll_and_other_numbers_scale() -> None:
     after = config(worker={"max_num_seqs": 8}, pools={"decode": 3}, lanes={"stall_s": 3})
     takeover = takeover_of(left_by(config()), record_of(config()), after)
     assert takeover is not None
@@ -77,7 +77,7 @@ def test_a_change_that_no_worker_sees_rolls_nothing() -> None:
     assert takeover.record.origin == digest_of(config(served_name="other"))
 
 
-def test_a_roll_that_was_cut_off_goes_back_with_the_workers_of_both_revisions() -> None:
+def test_an_interrupted_roll_goes_back_with_both_revisions() -> None:
     newer = next_revision(config(), FIRST, model="", settings={"worker.max_num_seqs": 8}, fingerprint="")
     before = DesiredFleet(counts={PREFILL: 1, DECODE: 1})
     change = FleetChange(

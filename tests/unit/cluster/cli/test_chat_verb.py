@@ -166,7 +166,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(monkeypatch: pytest
     assert chat.messages[1] == [("user", "hi"), ("assistant", "Hel"), ("user", "again")]
 
 
-def test_ctrl_c_while_a_part_is_printed_is_not_lost_and_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_during_a_part_neither_loses_nor_repeats_text(monkeypatch: pytest.MonkeyPatch) -> None:
     typing(monkeypatch, "hi", "again")
     chat = Chatting([delta("Hel"), delta("lo")], AGAIN)
     chat.interrupt_when_shown("Hel")
@@ -193,7 +193,7 @@ def test_a_model_cannot_command_the_terminal() -> None:
     assert chat.shown == "a]0;owned\n        b2J\n"
 
 
-def test_the_oldest_exchange_is_forgotten_when_the_context_is_nearly_full() -> None:
+def test_the_oldest_exchange_is_dropped_when_the_context_is_full() -> None:
     def long(total: int) -> list[Step]:
         return [delta("x", "stop"), usage(total - 1, 1), "[DONE]"]
 

@@ -80,9 +80,7 @@ def test_help_is_whole_in_a_narrow_and_in_a_wide_terminal(
         ("--version", 0),
     ],
 )
-def test_exit_codes_are_1_for_a_failure_and_2_for_a_wrong_command(
-    words: str, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exit_codes_are_1_for_failures_and_2_for_usage(words: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["baton", *words.split()])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -114,7 +112,7 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(
         ("serve --device gpu", "--device gpu: 'gpu' is not one of 'auto', 'cpu', 'cuda'"),
     ],
 )
-def test_a_value_that_an_option_cannot_have_is_named_with_what_to_give(
+def test_an_invalid_option_value_is_named_with_the_allowed_ones(
     words: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(monkeypatch, capsys, *words.split()) == f"baton: {told}\n"
@@ -149,7 +147,7 @@ def comm() -> str:
     return Path("/proc/self/comm").read_text().strip()
 
 
-def test_who_listens_is_left_out_where_it_cannot_be_known(tmp_path: Path) -> None:
+def test_an_unknown_listener_is_left_out(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert listener(port) == f"{comm()} (process {os.getpid()})"
@@ -199,7 +197,7 @@ def test_files_that_are_wrong_are_named_before_anything_starts(
     assert told in refused(monkeypatch, capsys, "up", "--set", value)
 
 
-def test_up_serves_the_demo_model_and_says_so_where_another_is_asked_for(
+def test_up_serves_the_demo_model_unless_another_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """A model of the file was dropped without a word; the fix for one of `--set` named a flag that `up` has not."""
@@ -273,7 +271,7 @@ def test_pools_need_somebody_to_find_them(monkeypatch: pytest.MonkeyPatch, capsy
     assert "--discovery" in refused(monkeypatch, capsys, "pools", "--model", "m")
 
 
-def test_a_worker_that_cannot_listen_says_so_before_it_reads_weights(
+def test_a_worker_that_cannot_listen_fails_before_reading_weights(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("cluster.cli.worker_verb.LocalRank.start", lambda rank, orders: pytest.fail("it starts"))
@@ -286,7 +284,7 @@ def test_one_process_is_one_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "one process is one rank" in said
 
 
-def test_the_request_to_try_leaves_room_for_a_key_and_an_authority() -> None:
+def test_the_example_request_has_room_for_key_and_authority() -> None:
     assert example("http://h:1", "m", has_chat=False).startswith("curl http://h:1/v1/completions -H 'content-type")
     told = example("https://h:1", "m", has_chat=True, asks_for_keys=True)
     assert told.startswith("curl --cacert CA.pem https://h:1/v1/chat/completions -H 'authorization: Bearer YOUR_KEY' ")
@@ -298,7 +296,7 @@ def test_shells_pass_an_ipv6_address_and_an_apostrophe_on() -> None:
     assert json.loads(shlex.split(shown)[-1])["model"] == "it's"
 
 
-def test_a_key_goes_to_stdout_and_what_lets_it_in_to_stderr(tmp_path: Path) -> None:
+def test_a_key_goes_to_stdout_and_its_hash_to_stderr(tmp_path: Path) -> None:
     made = [CliRunner().invoke(make_app(["key"]), ["key", whose]) for whose in ("--admin", "acme.eu")]
     (tmp_path / "tenants.toml").write_text("".join(done.stderr for done in made))
     roster = read_roster(tmp_path / "tenants.toml")
@@ -324,7 +322,7 @@ def test_ctrl_c_while_the_command_is_imported_is_quiet(monkeypatch: pytest.Monke
     assert ended.value.code == 130
 
 
-def test_every_command_that_calls_a_gateway_reads_its_url_from_one_variable() -> None:
+def test_every_client_command_reads_its_url_from_one_variable() -> None:
     asking: list[str] = []
     for name in VERBS:
         commands: Any = typer.main.get_command(make_app([name]))

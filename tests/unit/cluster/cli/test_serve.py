@@ -17,7 +17,7 @@ from cluster.ray.pools import Pools
 from protos.errors import Misconfigured
 
 
-async def test_a_gateway_that_cannot_be_opened_leaves_no_error_unretrieved(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gateway_that_fails_to_open_retrieves_its_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
 

@@ -138,7 +138,7 @@ async def test_drafts_are_shown_by_source_and_position() -> None:
     assert "Speculation" not in await ask(crew())
 
 
-async def test_drafts_that_are_paused_are_named_with_what_they_cost() -> None:
+async def test_paused_drafts_are_named_with_their_cost() -> None:
     paused = PausedProposer(source="eagle", num_steps=2048, spared_s=0.25, spent_s=1.5)
     load = replace(LOAD, speculation=SpeculationLoad(num_rows=200, num_tokens=210, paused=(paused,)))
     shown = await ask(Crew(Worker(worker_id="decode-0", info=info("decode-0", WorkerRole.DECODE), load=load)))
@@ -146,7 +146,7 @@ async def test_drafts_that_are_paused_are_named_with_what_they_cost() -> None:
     assert expected in " ".join(shown.split())
 
 
-async def test_who_holds_kv_comes_with_what_each_tier_was_good_for() -> None:
+async def test_held_kv_is_shown_with_each_tiers_use() -> None:
     fleet = crew()
     device = TierStats(tier="device", num_blocks=64, num_used=16, num_cached=1234, num_evicted=5, num_hit_tokens=4096)
     fleet.held["prefill-0"] = WorkerStats(info=PREFILL, load=LOAD, tickets=(TICKET,), tiers=(device,))
@@ -165,7 +165,7 @@ async def test_why_a_lane_is_slow_or_in_quarantine_is_shown() -> None:
     assert "quarantined: nothing moved for 5 s" in shown
 
 
-async def test_what_a_lost_worker_last_told_of_its_load_is_no_news() -> None:
+async def test_a_lost_workers_last_load_is_not_shown() -> None:
     lost = Worker(worker_id="prefill-0", state="lost", reason="it died", info=PREFILL, load=LOAD)
     [row] = [row for row in rows(await ask(Crew(lost))) if row[:2] == ["prefill-0", "lost:"]]
     assert row[-6:] == ["-"] * 6
@@ -228,7 +228,7 @@ async def test_a_pool_that_others_stand_in_for_is_named() -> None:
     assert "the others stand in and serve whole requests meanwhile" in headline
 
 
-async def test_a_flipped_worker_is_shown_with_its_role_and_a_sleeping_fleet_as_asleep() -> None:
+async def test_a_flipped_worker_and_a_sleeping_fleet_are_shown() -> None:
     flipped = Crew(Worker(worker_id="prefill-0", info=info("prefill-0", WorkerRole.DECODE), load=LOAD))
     assert ["prefill-0", "(decode)", "ready"] in [row[:3] for row in rows(await ask(flipped))]
     resting = Crew()
@@ -236,7 +236,7 @@ async def test_a_flipped_worker_is_shown_with_its_role_and_a_sleeping_fleet_as_a
     assert ": the fleet is asleep: the first request is served in about 4 s" in " ".join((await ask(resting)).split())
 
 
-def test_the_planner_and_until_when_it_leaves_a_change_alone_are_shown() -> None:
+def test_the_planner_and_its_hold_are_shown() -> None:
     planner = {"least": {"prefill": 0, "decode": 1}, "most": {"prefill": 2, "decode": 4}, "manual_until_s": 0.0}
     capacity = {"changes": [], "waiting_for": [], "planner": planner}
     assert [str(line) for line in _fleet(capacity)] == ["planner: prefill 0 to 2, decode 1 to 4"]
@@ -253,7 +253,7 @@ async def test_json_is_all_of_it() -> None:
     assert status["kv"]["decode-9"] is None, "a worker that does not answer holds the rest up for nobody"
 
 
-async def test_nothing_is_shown_of_what_is_not_there() -> None:
+async def test_absent_parts_are_not_shown() -> None:
     shown = await ask(Crew())
     assert "Workers" in shown
     assert "Lanes" not in shown
@@ -289,7 +289,7 @@ def test_a_cluster_with_keys_says_how_to_give_one() -> None:
             find_model(client)
 
 
-def test_a_file_of_authorities_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_of_authorities_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", "nothere.pem")
     with pytest.raises(Misconfigured, match=r"^SSL_CERT_FILE=nothere\.pem: that does not exist"):
         open_client("https://127.0.0.1:8000")

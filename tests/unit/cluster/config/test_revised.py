@@ -30,7 +30,7 @@ def test_settings_of_workers_change_and_add_up_over_rolls() -> None:
     assert revised(CONFIG, FIRST) == CONFIG
 
 
-def test_the_same_again_is_the_same_revision_but_other_files_of_a_model_are_another_one() -> None:
+def test_other_files_of_a_model_are_another_revision() -> None:
     assert changed(worker__prefill_chunk=256) == FIRST
     change = changed(model="/models/new", files="f")
     assert changed(change, model="/models/new", files="f") == change
@@ -49,11 +49,11 @@ def test_the_same_again_is_the_same_revision_but_other_files_of_a_model_are_anot
         ("worker.prefill_chunk", "many", "worker.prefill_chunk = 'many': give a whole number"),
     ],
 )
-def test_what_a_roll_cannot_change_is_refused(path: str, value: SettingValue, message: str) -> None:
+def test_fixed_settings_are_refused(path: str, value: SettingValue, message: str) -> None:
     with pytest.raises(Misconfigured, match=message):
         next_revision(CONFIG, FIRST, model="", settings={path: value}, fingerprint="")
 
 
-def test_the_digest_is_of_what_workers_are_started_with() -> None:
+def test_the_digest_covers_the_workers_settings() -> None:
     assert digest_of(CONFIG) == digest_of(make_config({"model": "m", "worker": {"prefill_chunk": 256}, "port": 9}))
     assert digest_of(CONFIG) != digest_of(make_config({"model": "m"}))

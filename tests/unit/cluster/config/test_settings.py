@@ -168,7 +168,7 @@ def test_a_mistake_above_the_file_does_not_name_it(tmp_path: Path) -> None:
         ("port = 7", "grpc_port=7", "{file} with the flags above it: port and grpc_port are both 7"),
     ],
 )
-def test_whoever_made_a_mistake_is_named(tmp_path: Path, lines: str, over: str, told: str) -> None:
+def test_errors_name_the_source_of_the_setting(tmp_path: Path, lines: str, over: str, told: str) -> None:
     """The file, the flags above it, which are not named, or both."""
     file = tmp_path / "baton.toml"
     file.write_text(lines)
@@ -184,7 +184,7 @@ def test_a_model_that_nobody_gives_is_not_the_file_s_mistake(tmp_path: Path) -> 
         settings(file, {}, [])
 
 
-def test_pools_on_the_command_line_replace_those_of_the_file() -> None:
+def test_pools_of_the_command_line_replace_those_of_the_file() -> None:
     file = {"model": "m", "pools": {"prefill": 4, "decode": 4}}
     colocated = make_config(merge(file, {"pools": pools({}, colocated=True, workers=3)}))
     assert colocated.pools.counts() == {WorkerRole.COLOCATED: 3}
@@ -224,7 +224,7 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path) -> None:
         read_file(tmp_path / "absent.toml")
 
 
-def test_what_is_printed_is_read_back_as_the_same(tmp_path: Path) -> None:
+def test_printed_settings_are_read_back_equal(tmp_path: Path) -> None:
     config = config_of(
         served_name='a "b" \\ c\n\x7f\u00e9',
         worker={"tp": 2, "num_blocks": 7},

@@ -71,7 +71,7 @@ def test_flags_name_models(tmp_path: Path) -> None:
         ({"models": {"big": {"model": "/m", "fleet": "Big"}}}, "[models.big]: fleet = 'Big': give at most 40 of"),
     ],
 )
-def test_what_cannot_be_is_named(change: dict[str, Any], told: str) -> None:
+def test_contradictions_are_named(change: dict[str, Any], told: str) -> None:
     with pytest.raises(Misconfigured) as refused:
         make_configs(TWO | change)
     assert told in refused.value.message

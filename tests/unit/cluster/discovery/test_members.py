@@ -49,7 +49,7 @@ async def test_in_one_process_announced_means_joined() -> None:
     assert members.addresses == {"prefill-0": "h:9"}, "left to the next process"
 
 
-async def test_a_worker_at_a_given_address_joins_under_its_own_name_once_it_answers() -> None:
+async def test_a_worker_at_a_given_address_joins_once_it_answers() -> None:
     answers: Iterator[WorkerLost | str] = iter([WorkerLost("not up yet"), WorkerLost("not up yet"), "prefill-7"])
 
     async def identify(address: str) -> str:

@@ -122,7 +122,7 @@ def test_a_planted_fault_is_found_by_its_name_alone(name: str) -> None:
     assert ".. Fix" not in described(replace(results[0], text="A sentence of somebody else."))
 
 
-def test_a_certificate_for_another_host_is_named_beside_the_gateway_that_cannot_be_read() -> None:
+def test_a_certificate_for_another_host_is_named() -> None:
     seen = replace(HEALTHY, status={}, tls_error="Hostname mismatch", no_answer="not trusted")
     assert [finding.name for finding in findings(seen)] == ["tls-name", "gateway-unreachable"]
 
@@ -171,7 +171,7 @@ def found_at(monkeypatch: pytest.MonkeyPatch, status: int, **content: Any) -> Se
 
 
 @pytest.mark.parametrize("page", ["<html>Welcome</html>", "[]", '{"status": "ok"}'])
-def test_another_server_behind_the_url_is_a_fault_with_its_reason(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
+def test_another_server_at_the_url_is_a_fault(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
     [finding] = found_at(monkeypatch, 200, text=page)
     assert (finding.name, finding.text) == (
         "gateway-unreachable", "http://other answers, and not as a gateway: /admin/status is no report",
@@ -323,7 +323,7 @@ async def test_a_lane_for_which_little_time_is_left_is_left_out(
     assert "lane-silent" not in [finding.name for finding in findings(seen)]
 
 
-async def test_a_worker_and_an_owner_that_hang_do_not_make_the_gateway_unreachable(
+async def test_a_hung_worker_does_not_make_the_gateway_unreachable(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def never(*_: Any) -> Any:

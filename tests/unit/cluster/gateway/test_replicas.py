@@ -40,7 +40,7 @@ def replicas(port: int = 0, grpc_port: int = 0, index: str = MEMORY) -> Replicas
     return Replicas([config], addresses=("127.0.0.1:1",), log_format=LogFormat.TEXT)
 
 
-async def test_a_process_for_which_there_is_no_room_is_tried_again_and_costs_nothing(
+async def test_a_process_without_room_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     descriptors: list[int] = []

@@ -45,7 +45,7 @@ async def read(generate: Cutoff) -> tuple[list[TokenDelta], str]:
     return seen, ""
 
 
-async def test_whoever_is_cut_off_gets_a_typed_error_after_what_came_before() -> None:
+async def test_an_interrupted_stream_ends_with_a_typed_error() -> None:
     model = Model()
     generate = Cutoff(model)
     reading = asyncio.create_task(read(generate))

@@ -40,7 +40,7 @@ def test_cached_models_are_listed_and_removed(hub: FakeHub, capsys: pytest.Captu
         models(ModelsVerb.RM)
 
 
-def test_what_was_downloaded_in_part_is_removed_too(hub: FakeHub) -> None:
+def test_partial_downloads_are_removed_too(hub: FakeHub) -> None:
     hub.add("acme/tiny", {"config.json": b"{}", "model.safetensors": bytes(10_000)})
     hub.cuts = [5_000, *[0] * 20]
     with pytest.raises(Unavailable):

@@ -34,7 +34,7 @@ def blobs(repository: str) -> Path:
     return cache_folder(HubName(repository=repository)) / "blobs"
 
 
-def test_only_what_is_served_is_downloaded(hub: FakeHub) -> None:
+def test_only_served_files_are_downloaded(hub: FakeHub) -> None:
     commit = hub.add("acme/tiny", TINY)
     folder = Path(local_model("acme/tiny"))
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
@@ -134,7 +134,7 @@ def test_a_snapshot_that_lacks_a_file_is_completed(hub: FakeHub) -> None:
         ("acme/tiny:Q4_K_M", {}, BadCheckpoint, ["Q4_K_M"]),
     ],
 )  # fmt: skip
-def test_what_cannot_be_had_is_refused_with_a_fix(
+def test_unavailable_models_are_refused_with_a_fix(
     hub: FakeHub, name: str, fault: dict[str, Any], error: type[BatonError], words: list[str]
 ) -> None:
     hub.add("acme/tiny", TINY)

@@ -137,13 +137,13 @@ def noisy_fleets(rate: float, truth: float, *, hours: float) -> list[dict[Worker
 
 
 @pytest.mark.parametrize("rate", [8.0, 12.0])
-def test_a_constant_load_settles_although_arrivals_and_lateness_are_chance(rate: float) -> None:
+def test_a_constant_load_settles_despite_chance(rate: float) -> None:
     """Twenty changes in eight hours: what was learned faded, a worker went, and came again a minute later."""
     fleets = noisy_fleets(rate, 1.3, hours=8)
     assert changes(fleets[4 * 120 :]) <= 4, "at most one an hour"
 
 
-def test_a_fleet_that_was_too_small_is_tried_again_at_a_lighter_load_and_after_its_time() -> None:
+def test_a_fleet_too_small_is_tried_again_at_a_lighter_load() -> None:
     first, other = (
         TooSmall(counts=counts, prompt_rate=6.0 * 1600.0, answer_rate=6.0 * 200.0, at_s=START - 60.0, hold_s=3600.0)
         for counts in ({P: 2, D: 3}, {P: 3, D: 2})
@@ -160,7 +160,7 @@ def test_a_fleet_that_was_too_small_is_tried_again_at_a_lighter_load_and_after_i
     assert planned(shorter, fleet, memory).counts != fleet, "another load: its prompts are short"
 
 
-def test_a_fleet_above_its_limits_shrinks_although_less_was_too_small() -> None:
+def test_a_fleet_above_its_limits_shrinks_anyway() -> None:
     fleet, limits = {P: 4, D: 4}, replace(LIMITS, most={P: 2, D: 2})
     refused = TooSmall(counts={P: 3, D: 3}, prompt_rate=9.0, answer_rate=9.0, at_s=START - 60.0, hold_s=3600.0)
     memory = replace(settled(6.0), learned=LearnedLoad(too_small=(refused,)))
@@ -168,7 +168,7 @@ def test_a_fleet_above_its_limits_shrinks_although_less_was_too_small() -> None:
     assert decision.counts == {P: 2, D: 2}
 
 
-def test_what_comes_late_before_any_speed_is_known_teaches_nothing() -> None:
+def test_lateness_before_any_known_speed_is_ignored() -> None:
     """A load that one worker serves ordered three, once the first prompt was measured."""
     fleet, memory = {P: 1, D: 1}, PlannerMemory()
     blind = {P: PoolObservation(serving=1), D: PoolObservation(serving=1)}
@@ -189,7 +189,7 @@ def test_a_worker_that_did_not_come_is_the_reason_not_the_limits() -> None:
     )
 
 
-def test_a_day_of_the_profile_weighs_as_much_however_often_it_is_looked_at() -> None:
+def test_a_profiled_day_has_one_weight_however_often_it_is_seen() -> None:
     """At a decision every 15 s each minute was learned four times."""
     weights = []
     for period_s in (60.0, 15.0):
@@ -201,7 +201,7 @@ def test_a_day_of_the_profile_weighs_as_much_however_often_it_is_looked_at() -> 
     assert weights[1] == pytest.approx(weights[0], rel=0.03)
 
 
-def test_a_worker_that_never_starts_is_given_up_and_blocks_nothing() -> None:
+def test_a_worker_that_never_starts_is_given_up() -> None:
     """dynamo#14251: one pod that could not be scheduled froze the planner."""
     fleet = {P: 1, D: 4}
     stuck = replace(READER, serving=1, pending_since_s=(START - 3600.0,))
@@ -230,7 +230,7 @@ def test_overload_that_shows_in_the_line_alone_adds_workers() -> None:
     assert sum(planned(replace(calm, num_waiting=400), fleet).counts.values()) > 3
 
 
-def test_requests_that_clients_saw_late_add_workers_although_the_model_is_content() -> None:
+def test_late_requests_add_workers_despite_the_model() -> None:
     fleet, memory = {P: 2, D: 2}, PlannerMemory()
     for minute in range(10):
         observation = seen(fleet, 6.0, late=0.4, at_s=START + 60.0 * minute)
@@ -253,7 +253,7 @@ def test_slow_answers_add_decode_workers_and_no_others() -> None:
     assert decision.counts[P] <= 2
 
 
-def test_requests_that_were_late_before_the_fleet_grew_do_not_make_it_grow_again() -> None:
+def test_lateness_before_growth_does_not_grow_the_fleet_again() -> None:
     fleet, memory, at_s = {P: 2, D: 2}, PlannerMemory(), START
     while (decision := planned(seen(fleet, 6.0, late=0.4, at_s=at_s), fleet, memory)).counts == fleet:
         memory, at_s = decision.memory, at_s + 60.0
@@ -263,7 +263,7 @@ def test_requests_that_were_late_before_the_fleet_grew_do_not_make_it_grow_again
         assert decision.counts == grown, decision.reason
 
 
-def test_a_load_that_was_heavier_for_an_hour_is_not_paid_for_all_day() -> None:
+def test_one_heavy_hour_is_not_paid_for_all_day() -> None:
     """A fleet that is large enough shows nothing of how wrong the model is: what it learned fades."""
     memory, fleet = PlannerMemory(), {P: 2, D: 2}
     for minute in range(12 * 60):
@@ -305,7 +305,7 @@ def test_an_operators_change_holds_until_its_time() -> None:
     assert planned(seen(fleet, 1.0), fleet, settled(1.0)).counts != fleet
 
 
-def test_an_operators_late_worker_is_not_cancelled_while_the_change_holds() -> None:
+def test_an_operators_late_worker_is_not_cancelled() -> None:
     wanted = {P: 2, D: 4}
     late = seen({P: 1, D: 4}, 1.0)
     late = replace(late, pools={D: late.pools[D], P: replace(READER, serving=1, pending_since_s=(START - 3600.0,))})
@@ -313,7 +313,7 @@ def test_an_operators_late_worker_is_not_cancelled_while_the_change_holds() -> N
     assert decision.counts == wanted
 
 
-def test_one_pool_that_idles_gives_a_worker_to_the_one_that_is_late() -> None:
+def test_an_idle_pool_gives_a_worker_to_a_late_one() -> None:
     fleet = {P: 4, D: 2}
     writing = replace(seen(fleet, 14.0, late=0.4), answer_tokens=300.0, uncached_tokens=(100.0, 200.0, 300.0))
     limits = replace(LIMITS, max_devices=6)
@@ -370,7 +370,7 @@ def test_erlangs_formula() -> None:
     assert erlang_c(3, 3.0) == 1.0
 
 
-def test_where_no_fleet_can_meet_the_objective_the_line_still_does_not_grow_for_ever() -> None:
+def test_without_a_fitting_fleet_the_queue_stays_bounded() -> None:
     """A prompt alone takes longer than the objective; two workers cannot keep up with two prompts' time a second."""
     slow = {P: replace(READER, prefill_tokens_per_s=900.0), D: WRITER}
     overloaded = seen({P: 1, D: 1}, 1.5, late=1.0, uncached_tokens=(1000.0,), pools=slow, num_waiting=40)
@@ -379,7 +379,7 @@ def test_where_no_fleet_can_meet_the_objective_the_line_still_does_not_grow_for_
     assert decision.counts[D] == 1
 
 
-def test_workers_that_gain_nothing_are_not_added_where_no_fleet_keeps_the_objective() -> None:
+def test_useless_workers_are_not_added() -> None:
     """An operator was advised three prefill workers for 1.5 % in time, as one had."""
     strict, fleet = replace(OBJECTIVE, ttft_s=0.005), {P: 1, D: 1}
     observation = replace(seen(fleet, 0.5, late=0.99), uncached_tokens=(10.0, *[3000.0] * 99))
@@ -388,7 +388,7 @@ def test_workers_that_gain_nothing_are_not_added_where_no_fleet_keeps_the_object
     assert decision.reason.endswith("no fleet near by that the limits allow keeps the objective")
 
 
-def test_a_fleet_that_has_just_begun_is_not_made_smaller_before_its_load_is_known() -> None:
+def test_a_new_fleet_does_not_shrink_before_its_load_is_known() -> None:
     """`settle_s` below the window of an observation let the first look end workers, 3 s after the start."""
     pace, memory, fleet = PlannerPace(settle_s=40.0), PlannerMemory(), {P: 1, D: 3}
     gone_after_s = None
@@ -409,7 +409,7 @@ def test_a_fleet_that_has_just_begun_is_not_made_smaller_before_its_load_is_know
     assert gone_after_s == 42
 
 
-def test_a_pool_sleeps_beside_the_other_and_wakes_when_that_is_late() -> None:
+def test_a_pool_sleeps_and_wakes_when_the_other_is_late() -> None:
     """Decode workers compute the prompts of a low load (ADR 28), and are too slow for those of a higher one."""
     limits = FleetLimits(least={P: 0, D: 1}, most={P: 4, D: 4}, devices={P: 1, D: 1}, max_devices=8)
     both = replace(WRITER, prefill_tokens_per_s=10_000.0)

@@ -88,7 +88,7 @@ def sight(name: str, now: float, *, num: int, ttft_s: float, num_waiting: int) -
     )  # fmt: skip
 
 
-async def test_what_two_gateways_see_together_makes_the_fleet_grow_with_the_reason() -> None:
+async def test_reports_of_two_gateways_grow_the_fleet_with_a_reason() -> None:
     cluster = PlannedCluster()
     await cluster.reports("a", "b", num=60, ttft_s=5.0, num_waiting=30)
     flipped = await cluster.plan()
@@ -104,7 +104,7 @@ async def test_what_two_gateways_see_together_makes_the_fleet_grow_with_the_reas
     assert first.weighed
 
 
-async def test_without_requests_the_fleet_goes_to_its_least_and_one_silent_gateway_stops_that() -> None:
+async def test_one_silent_gateway_prevents_shrinking() -> None:
     assert await PlannedCluster().quiet("a", "b") == SMALL
     cluster = PlannedCluster()
     await cluster.reports("a", "b")
@@ -140,7 +140,7 @@ async def test_a_fleet_that_a_request_woke_is_planned_at_once() -> None:
     assert (await cluster.report()).manual_until_s == 0.0
 
 
-async def test_a_refused_order_is_reported_and_not_given_again_for_a_while() -> None:
+async def test_a_refused_order_is_reported_and_paused() -> None:
     cluster = PlannedCluster()
     cluster.fleet.most = 3
     for _ in range(4):
@@ -153,7 +153,7 @@ async def test_a_refused_order_is_reported_and_not_given_again_for_a_while() -> 
     assert (await cluster.owner.view()).desired.counts == {PREFILL: 2, DECODE: 1}
 
 
-async def test_the_planner_waits_for_the_end_of_a_roll_and_orders_at_once_then() -> None:
+async def test_the_planner_waits_for_the_end_of_a_roll() -> None:
     """A roll changes no number: it is no manual change, and nothing is given up because of it."""
     cluster = PlannedCluster()
     revise = lambda current, order: Revision(name="new")  # noqa: E731
@@ -225,12 +225,12 @@ def test_limits_are_of_every_pool_or_of_each(
         ("prefill=1:2,decode=0:2", "without decode workers no answers are written"),
     ],
 )
-def test_limits_that_cannot_be_name_what_to_write(within: str, message: str) -> None:
+def test_impossible_limits_are_refused_with_a_fix(within: str, message: str) -> None:
     with pytest.raises(Misconfigured, match=re.escape(message)):
         limits_of(within, {PREFILL: 1, DECODE: 1})
 
 
-async def test_the_next_planner_goes_on_with_what_was_learned() -> None:
+async def test_the_next_planner_keeps_the_learned_profile() -> None:
     """Each start of `baton pools` knew no day, and no fleet that had been too small."""
     learned: list[LearnedLoad] = []
     cluster = PlannedCluster(kept=KeptLoad(earlier=None, save=learned.append))

@@ -96,7 +96,7 @@ def test_a_log_that_is_not_read_stops_nothing_and_is_counted(monkeypatch: pytest
     assert lines[-1] == "20 lines of the access log had no room: stderr is read too slowly"
 
 
-def test_events_that_concern_a_worker_or_a_request_name_them_in_json() -> None:
+def test_events_name_their_worker_or_request_in_json() -> None:
     file = io.StringIO()
     handler = JsonHandler(Console(file=file))
     record = logging.LogRecord("baton.router", logging.WARNING, "", 0, "%s fails", ("d0",), None)

@@ -59,6 +59,6 @@ def test_children_of_a_title_are_killed_and_no_others() -> None:
     subprocess.run([sys.executable, "-c", TITLED], cwd=root, check=True, timeout=100)
 
 
-def test_adopted_processes_are_reaped_and_how_a_watched_one_ended_is_known() -> None:
+def test_adopted_processes_are_reaped_with_their_exit_status() -> None:
     root = Path(__file__).parents[4]
     subprocess.run([sys.executable, "-c", ADOPTING], cwd=root, check=True, timeout=100)

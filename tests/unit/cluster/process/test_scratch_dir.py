@@ -24,7 +24,7 @@ os._exit(9)
 """
 
 
-def test_what_a_killed_process_left_behind_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed_by_the_next(tmp_path: Path) -> None:
     living = Scratch(tmp_path)
     (tmp_path / "baton-of-somebody").mkdir()  # without a sign of ours it is left alone
     assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False).returncode == 9
@@ -47,7 +47,7 @@ def test_a_shared_folder_that_others_may_use_is_refused(tmp_path: Path) -> None:
             share(tmp_path / name)
 
 
-def test_a_shared_folder_that_all_have_left_is_removed_and_nobody_called_killed(
+def test_an_abandoned_shared_folder_is_removed_without_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An orderly stop on a Ray cluster leaves such folders on its nodes."""

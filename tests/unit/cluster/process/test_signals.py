@@ -54,7 +54,7 @@ async def test_one_signal_ends_the_work_but_not_the_patience(stop: StopSignal) -
     assert cleaning.cleaned_up
 
 
-async def test_work_that_ends_by_itself_says_so_and_passes_its_error_on(stop: StopSignal) -> None:
+async def test_work_that_ends_returns_its_error(stop: StopSignal) -> None:
     assert await stop.before(asyncio.sleep(0)) is True
 
     async def fail() -> None:
@@ -82,7 +82,7 @@ async def test_a_log_that_nobody_reads_any_more_stops_it_in_order(
         print("said by others", file=file, flush=True)
 
 
-async def test_ctrl_c_that_ends_whoever_reads_the_log_too_leaves_the_grace_period_alone(stop: StopSignal) -> None:
+async def test_a_dead_log_reader_leaves_the_grace_period(stop: StopSignal) -> None:
     """`baton up 2>&1 | tee log`: the terminal sends Ctrl-C to both."""
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as file:

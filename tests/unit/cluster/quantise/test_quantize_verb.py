@@ -54,7 +54,7 @@ def test_the_quantised_demo_model_answers_and_its_loss_is_told(
     assert answer(tmp_path / "out").startswith(ANSWER[:20])
 
 
-def test_what_is_wrong_is_refused_with_the_fix(tmp_path: Path) -> None:
+def test_mistakes_are_refused_with_a_fix(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     for flags, wanted in (
         (("--method", "gptq", "--calibrate", str(tmp_path / "empty.txt")), "give text of at least 512"),

@@ -80,7 +80,7 @@ os._exit(9)
 """
 
 
-async def test_the_folder_of_ranks_that_live_is_not_swept_while_ray_is_away() -> None:
+async def test_the_folder_of_living_ranks_stays_while_ray_is_away() -> None:
     """A second `baton` removed their sockets and locks: no supervisor found them again."""
     with tempfile.TemporaryDirectory(dir="/tmp") as parent:
         environ = os.environ | {"TMPDIR": parent}
@@ -97,9 +97,7 @@ async def test_the_folder_of_ranks_that_live_is_not_swept_while_ray_is_away() ->
         assert not folder.exists()
 
 
-async def test_a_folder_on_a_node_that_others_may_use_is_an_error_a_person_can_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_folder_open_to_others_is_a_readable_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The actor died of it: Ray reported the lost machine of a process, and its worker was started again for ever."""
     monkeypatch.setattr(actors, "short_folder", lambda: tmp_path)
     folder = tmp_path / "baton-run-node"

@@ -119,7 +119,7 @@ async def test_a_ray_that_does_not_start_is_tried_three_times(
     assert parent.num_ended == 3
 
 
-async def test_a_call_fails_with_its_driver_and_the_next_driver_answers(
+async def test_a_call_fails_with_its_driver_and_the_next_one_answers(
     parent: Parent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(driver_process, "PROGRAM", ONCE)
@@ -136,9 +136,7 @@ async def test_a_call_fails_with_its_driver_and_the_next_driver_answers(
     assert (record.levelno, vars(record)["worker"]) == (logging.WARNING, "decode-0")
 
 
-async def test_the_places_of_a_lost_ray_are_not_reserved_in_the_next_one(
-    parent: Parent, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_places_of_a_lost_ray_are_not_reserved_again(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each worker's was reserved twice."""
     monkeypatch.setattr(driver_process, "PROGRAM", ONCE)
     parent.may_settle.clear()
@@ -192,7 +190,7 @@ async def test_a_driver_that_stands_still_before_its_first_answer_is_killed(
     assert parent.num_ended == driver_process.START_TRIES
 
 
-async def test_a_driver_that_never_answers_is_killed_and_the_next_one_is_started(
+async def test_a_silent_driver_is_killed_and_replaced(
     parent: Parent, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, value in {"PROGRAM": DEAF, "PING_S": 0.05, "MAX_UNANSWERED": 5, "MAX_UNHEARD": 2000}.items():

@@ -92,7 +92,7 @@ async def test_the_process_of_a_single_rank_is_the_worker_s() -> None:
         await heard(Rank(WorkerLost("its process is gone")))
 
 
-async def test_wrong_settings_are_told_rather_than_that_the_others_left() -> None:
+async def test_wrong_settings_are_reported_before_lost_ranks() -> None:
     left = WorkerLost("rank 0 of 2 lost its tensor-parallel group")
     reason = BadCheckpoint("rank 1 cannot read the weights")
     with pytest.raises(BadCheckpoint, match="cannot read the weights"):
@@ -143,7 +143,7 @@ class OnePlace:
         """It has no share of a machine."""
 
 
-async def test_a_worker_is_killed_also_by_whom_its_polite_stop_was_cut_off() -> None:
+async def test_a_worker_is_killed_even_if_its_stop_was_interrupted() -> None:
     """Ray kept the CPU of one that was stopped by a signal: nothing ever took its place. On Python 3.11.2 the polite
     stop's own timeout cut it off."""
     killed, stopping, following = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -174,7 +174,7 @@ async def test_a_worker_is_killed_also_by_whom_its_polite_stop_was_cut_off() -> 
     assert places.given_back.is_set()
 
 
-async def test_a_worker_is_recorded_before_its_process_exists_and_again_with_its_id() -> None:
+async def test_a_worker_is_recorded_before_and_after_its_process_starts() -> None:
     """A supervisor that ends in between leaves no process that the next one does not know of."""
     recorded: list[LivingWorker] = []
     started: list[int] = []

@@ -47,7 +47,7 @@ def living(address: str) -> LivingWorker:
     )
 
 
-async def test_a_worker_keeps_its_place_on_this_machine_over_its_restarts() -> None:
+async def test_a_worker_keeps_its_place_on_this_machine() -> None:
     driver: Any = Driver(take=[TakenShare(devices=("3",))])
     here: Any = object()
     places = Places(driver, here, 60.0)
@@ -84,7 +84,7 @@ async def test_a_node_is_left_when_no_worker_is_on_it_any_more() -> None:
 
 
 @pytest.mark.parametrize("answer", [False, Unavailable("no such group")])
-async def test_a_worker_serves_on_where_ray_cannot_reserve_what_it_has(
+async def test_a_worker_serves_on_if_ray_cannot_reserve_its_place(
     answer: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others' were not set aside, and no line said so."""
@@ -96,7 +96,7 @@ async def test_a_worker_serves_on_where_ray_cannot_reserve_what_it_has(
     assert "worker decode-0: Ray could not reserve what it has (GPUs: 3)" in caplog.text
 
 
-async def test_nothing_is_reserved_for_a_worker_that_ended_while_ray_was_away() -> None:
+async def test_nothing_is_reserved_for_a_worker_that_has_ended() -> None:
     """Its successor waited for what was reserved for it."""
     driver: Any = Driver(keep=[True])
     places = Places(driver, None, 60.0)
@@ -109,7 +109,7 @@ async def test_nothing_is_reserved_for_a_worker_that_ended_while_ray_was_away() 
     assert driver.calls == [("leave", "n1"), ("give_back", "decode-0")]
 
 
-async def test_no_more_places_are_reserved_once_ray_is_lost() -> None:
+async def test_no_places_are_reserved_once_ray_is_lost() -> None:
     driver: Any = Driver(keep=[Unavailable("Ray was lost"), True])
     places = Places(driver, None, 60.0)
     await places.retake(PLAN, living("n1"))

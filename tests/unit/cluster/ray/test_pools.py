@@ -133,7 +133,7 @@ async def test_a_new_size_without_ray_is_refused_until_it_is_back(make: Callable
     asyncio.ensure_future(reaching).cancel()
 
 
-async def test_workers_that_are_left_are_on_record_and_ended_ones_are_not(make: Callable[..., Pools]) -> None:
+async def test_remaining_workers_are_on_record_and_ended_ones_are_not(make: Callable[..., Pools]) -> None:
     records: list[LivingFleet] = []
     first = make(keep=records.append)
     await first.prepare()

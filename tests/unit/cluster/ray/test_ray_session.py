@@ -22,7 +22,7 @@ from protos.errors import Misconfigured
 
 
 @pytest.mark.parametrize("form", ["{}", "ray://{}", "auto"])
-async def test_that_nobody_listens_is_said_before_ray_tries_for_minutes(
+async def test_a_closed_port_is_reported_before_ray_tries_for_minutes(
     form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as somebody:
@@ -110,7 +110,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("num_chars", [26, 35])
-def test_the_folder_of_ray_is_closed_to_others_and_short_enough_for_its_sockets(num_chars: int) -> None:
+def test_rays_folder_is_private_and_short_enough_for_sockets(num_chars: int) -> None:
     """Anybody on this machine could replace what lies there; and with a TMPDIR of 29 to 40 characters Ray did not
     start."""
     root = Path(__file__).parents[4]

@@ -99,7 +99,7 @@ async def test_a_gpu_that_others_have_taken_is_said_to_be_missing(gpus: Gpus, sh
     assert gpus.free == ["0", "1", "2"]
 
 
-async def test_a_worker_that_ends_while_its_gpu_is_reserved_again_has_one_share(gpus: Gpus, shares: RayShares) -> None:
+async def test_a_worker_ending_during_gpu_reservation_has_one_share(gpus: Gpus, shares: RayShares) -> None:
     """It waited for the GPU that was reserved for it, for ever."""
     gpus.free = ["3"]
     for _ in range(2):
@@ -117,7 +117,7 @@ async def test_a_worker_that_ends_while_its_gpu_is_reserved_again_has_one_share(
     assert gpus.free == ["3"]
 
 
-async def test_a_gpu_that_is_given_back_while_it_is_reserved_is_free(
+async def test_a_gpu_released_during_reservation_is_free(
     gpus: Gpus, shares: RayShares, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def devices(group: int, bundles: Sequence[Mapping[str, float]]) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ async def drain(fleet: Crew, *flags: str) -> Result:
 
 
 @pytest.mark.parametrize("gone", [LOST, None, NEXT])
-async def test_it_waits_until_the_worker_is_gone_and_says_how_far_it_is(gone: Worker | None) -> None:
+async def test_it_waits_for_the_workers_end_and_shows_progress(gone: Worker | None) -> None:
     fleet = Changing(READY, BUSY, BUSY, gone)
     result = await drain(fleet, "decode-0")
     assert result.exit_code == 0, result.output
@@ -70,9 +70,7 @@ async def test_it_waits_until_the_worker_is_gone_and_says_how_far_it_is(gone: Wo
         (replace(LOST, load=WorkerLoad(num_moved=5)), ("--replaced",), "decode-0 has been replaced: 5 moved on"),
     ],
 )
-async def test_what_moved_on_after_the_last_look_is_told_at_the_end(
-    gone: Worker, flags: tuple[str, ...], told: str
-) -> None:
+async def test_late_migrations_are_reported_at_the_end(gone: Worker, flags: tuple[str, ...], told: str) -> None:
     result = await drain(Changing(READY, BUSY, gone, NEXT), "decode-0", *flags)
     assert result.stdout.splitlines()[-1] == told
 
@@ -83,7 +81,7 @@ async def test_a_rolling_restart_waits_for_the_successor() -> None:
     assert result.stdout.splitlines()[-1] == "decode-0 has been replaced"
 
 
-async def test_a_worker_that_does_not_end_in_time_is_an_error_that_says_so() -> None:
+async def test_a_worker_that_does_not_end_in_time_is_an_error() -> None:
     result = await drain(Changing(READY, BUSY), "decode-0", "--timeout", "0")
     assert isinstance(result.exception, DeadlineExceeded)
     assert "2 running" in str(result.exception)
@@ -97,7 +95,7 @@ async def test_a_worker_that_is_not_there_is_named() -> None:
     assert fleet.drained == []
 
 
-async def test_every_worker_of_this_machine_is_drained_without_a_gateway_or_a_key(
+async def test_every_local_worker_is_drained_without_gateway_or_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers of two clusters may have the same name."""

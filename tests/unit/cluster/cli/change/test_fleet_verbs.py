@@ -44,7 +44,7 @@ def test_it_waits_with_progress_until_the_fleet_is_reached() -> None:
     ]
 
 
-def test_a_change_that_fails_or_is_replaced_or_takes_too_long_is_an_error() -> None:
+def test_a_failed_replaced_or_slow_change_is_an_error() -> None:
     with pytest.raises(Unavailable, match=r"no weights in there; the fleet stays 1 prefill \+ 1 decode"):
         wait(view("failed", reason="no weights in there"))
     aborted = "ann aborts it with change 5; the fleet is to be 1 prefill"
@@ -95,7 +95,7 @@ def test_an_order_is_sent_with_who_gives_it(
         (["decode=1", "decode=2"], "decode=2: decode is given twice"),
     ],
 )
-def test_a_count_that_is_none_is_refused_with_what_to_write(given: list[str], message: str) -> None:
+def test_an_invalid_count_is_refused_with_a_fix(given: list[str], message: str) -> None:
     with pytest.raises(Misconfigured) as refused:
         fleet_verbs.parse_counts(given)
     assert refused.value.message.startswith(message)
@@ -114,6 +114,6 @@ def test_a_role_that_no_worker_can_change_into_is_refused() -> None:
         ({"settings": ["worker.dtype"]}, "--set worker.dtype: write it as NAME=VALUE"),
     ],
 )
-def test_a_roll_says_what_changes(options: dict[str, Any], message: str) -> None:
+def test_a_roll_shows_its_changes(options: dict[str, Any], message: str) -> None:
     with pytest.raises(Misconfigured, match=message):
         fleet_verbs.roll(**options)

@@ -49,7 +49,7 @@ def seen(num: int, ttft_s: float = 0.1) -> list[SeenSight]:
     return [SeenSight(sight=sight("a", NOW, num=num, ttft_s=ttft_s, num_waiting=0), age_s=1.0)]
 
 
-def test_the_advice_is_the_planners_decision_and_the_command_that_follows_it() -> None:
+def test_the_advice_is_the_planners_decision_as_a_command() -> None:
     settings = settings_for(REPORT, "1:4", OBJECTIVE, 60.0, {})
     decision, shown = advice(REPORT, settings, seen(120, ttft_s=5.0), lambda: NOW)
     assert decision.counts[PREFILL] > 1
@@ -70,7 +70,7 @@ def test_without_a_request_the_advice_promises_no_attainment() -> None:
     assert decision.reason == "no requests; 1 prefill + 1 decode would do"
 
 
-def test_objective_and_limits_are_given_or_those_of_the_clusters_planner() -> None:
+def test_objective_and_limits_default_to_the_clusters() -> None:
     with pytest.raises(Misconfigured, match="give --ttft-ms and --tpot-ms and --autoscale"):
         settings_for(REPORT, "", NOTHING, 60.0, {})
     settings = settings_for(PLANNED, "", NOTHING | {"ttft_s": 2.0}, 60.0, {PREFILL: 2})
@@ -78,7 +78,7 @@ def test_objective_and_limits_are_given_or_those_of_the_clusters_planner() -> No
     assert (settings.limits.most[PREFILL], settings.limits.devices[PREFILL]) == (8, 2)
 
 
-def test_it_waits_until_the_reports_reach_back_far_enough_and_not_for_ever() -> None:
+def test_it_waits_for_reports_that_reach_back_but_not_forever() -> None:
     young = msgspec.structs.replace(seen(1)[0].sight, covered_s=3.0)
     replies, shown = [(), (SeenSight(sight=young, age_s=0.0),), tuple(seen(1))], list[str]()
     assert observed(lambda: replies.pop(0), 60.0, shown.append, clock=lambda: 0.0, sleep=lambda _: None) == tuple(
@@ -90,7 +90,7 @@ def test_it_waits_until_the_reports_reach_back_far_enough_and_not_for_ever() -> 
         observed(lambda: (), 60.0, shown.append, clock=lambda: next(times), sleep=lambda _: None)
 
 
-def test_why_capacity_says_what_a_roll_changed() -> None:
+def test_why_capacity_shows_a_rolls_changes() -> None:
     rolled = replace(SMALL, revision=Revision(name="d470", model="/m", settings={"worker.max_num_seqs": 32}))
     there = FleetChange(number=1, kind=OrderKind.ROLL, who="", why="", before=SMALL, after=rolled, at_s=NOW)
     further = replace(SMALL, revision=Revision(name="07e1", model="/m", settings={"worker.max_num_seqs": 8}))

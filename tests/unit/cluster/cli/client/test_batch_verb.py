@@ -38,7 +38,7 @@ async def test_a_file_is_run_and_its_answers_lie_beside_it(
     assert told.err.count("b: 'temperature' is 9") == 2, "each run prints why the line failed"
 
 
-async def test_what_is_wrong_is_shown_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_errors_are_shown_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "requests.jsonl"
     file.write_bytes(jsonl([line("a"), line("a")]))
     async with batching(tmp_path / "store") as (client, _):

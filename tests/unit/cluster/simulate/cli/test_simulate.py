@@ -90,14 +90,14 @@ def test_a_sweep_finds_the_cheapest_cluster_that_is_good_enough(tmp_path: Path) 
         ("0.001", "none for a single request"),
     ],
 )
-def test_a_sweep_that_finds_no_cluster_says_which_is_closest_and_ends_with_1(ttft_ms: str, near: str) -> None:
+def test_a_failed_sweep_names_the_closest_cluster(ttft_ms: str, near: str) -> None:
     result = call(*SMALL, "cluster.colocated=1:2", f"objectives.ttft_ms={ttft_ms}", "objectives.attainment=1")
     assert result.exit_code == 1
     assert "USD" in result.stdout, "the table"
     assert re.search(f"no cluster reaches the objective for 100% of the requests; {near}", result.stdout)
 
 
-def test_a_sweep_leaves_out_what_cannot_be_and_says_why() -> None:
+def test_a_sweep_leaves_out_impossible_clusters_with_reasons() -> None:
     large = "hardware.model=llama-3-70b", "hardware.gpu=h200", "cluster.tp=[1,2]", "cluster.prefill=0"
     result = call(*SMALL, *large, "objectives.ttft_ms=900")
     assert result.exit_code == 0, result.output
@@ -106,7 +106,7 @@ def test_a_sweep_leaves_out_what_cannot_be_and_says_why() -> None:
     assert "tp1" not in result.stdout
 
 
-def test_what_a_cluster_cannot_hold_it_has_missed(tmp_path: Path) -> None:
+def test_unplaceable_requests_count_as_missed(tmp_path: Path) -> None:
     """Longer than its memory, not longer than the other's: else the smaller one would be tried with less."""
     trace = tmp_path / "trace.jsonl"
     line = '{"timestamp": %d, "input_length": %d, "output_length": 4, "hash_ids": %s}\n'
@@ -121,7 +121,7 @@ def test_what_a_cluster_cannot_hold_it_has_missed(tmp_path: Path) -> None:
     assert met == {"tp2": "50.0%", "tp4": "100.0%"}
 
 
-def test_a_cluster_that_holds_none_of_the_sessions_is_left_out_of_a_sweep() -> None:
+def test_a_cluster_that_holds_no_session_is_left_out() -> None:
     result = call(
         "workload.requests=2", "workload.rate=0.01", "workload.input_len=60000", "workload.output_len=5",
         "hardware.model=llama-3-70b", "hardware.gpu=h200", "cluster.tp=[2,4]", "cluster.prefill=0",
@@ -135,7 +135,7 @@ def test_a_cluster_that_holds_none_of_the_sessions_is_left_out_of_a_sweep() -> N
     assert re.search(rf"left out: {why}.* \(1 colocated tp2 slo\)", told)
 
 
-def test_a_cluster_without_the_worker_that_a_fault_names_is_left_out_of_a_sweep() -> None:
+def test_a_cluster_without_a_faults_worker_is_left_out() -> None:
     fault = "faults.schedule=['0.1 kill colocated-1']"
     result = call(*SMALL, "cluster.colocated=1:2", "objectives.ttft_ms=900", fault)
     assert result.exit_code == 0, result.exception
@@ -144,7 +144,7 @@ def test_a_cluster_without_the_worker_that_a_fault_names_is_left_out_of_a_sweep(
     assert "kill has no target colocated-1" in " ".join(result.stderr.split())
 
 
-def test_faults_can_be_written_down_and_drawn_and_are_in_the_report(tmp_path: Path) -> None:
+def test_faults_may_be_listed_or_drawn_and_are_reported(tmp_path: Path) -> None:
     figures, page = tmp_path / "run.json", tmp_path / "run.html"
     schedule = "faults.schedule=['0.5 kill decode-0', '900 kill decode-0']"
     faults = schedule, "faults.random=3", "faults.audit_every=50"
@@ -159,7 +159,7 @@ def test_faults_can_be_written_down_and_drawn_and_are_in_the_report(tmp_path: Pa
     assert html.count("<li>") == 5
 
 
-def test_a_soak_says_how_it_went_and_one_of_its_seeds_can_be_seen_again() -> None:
+def test_a_soak_reports_and_its_seeds_can_be_replayed() -> None:
     assert "3 clusters in trouble, 0 broken" in answer("--soak", "3")
     assert "event log" in answer("--replay", "1")
 
@@ -239,7 +239,7 @@ def test_two_flags_do_not_write_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="nothing here is always full")
-def test_what_cannot_be_written_at_the_end_is_told_after_the_table() -> None:
+def test_an_unwritable_file_is_reported_after_the_table() -> None:
     full = "/dev/full"
     for ttft_ms in ("", "900", "0.001"):
         sweep = (f"objectives.ttft_ms={ttft_ms}", "cluster.colocated=1:2") if ttft_ms else ()
@@ -264,7 +264,7 @@ def test_a_full_stdout_is_told_in_one_line() -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_pools_and_ranks_are_those_of_the_settings_unless_the_scenario_has_its_own(tmp_path: Path) -> None:
+def test_pools_and_ranks_default_to_the_settings(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text('model = "/none"\nport = 9\n[pools]\nprefill = 2\ndecode = 1\n[worker]\ntp = 2\ndevice = "cpu"\n')
     config = f"config={file}"
@@ -275,7 +275,7 @@ def test_pools_and_ranks_are_those_of_the_settings_unless_the_scenario_has_its_o
     assert "of 1P+2D tp1 " in call(*SMALL, "settings.pools.colocated=3", "cluster.decode=2").stderr
 
 
-def test_a_link_to_a_file_that_is_not_there_yet_is_written_through(tmp_path: Path) -> None:
+def test_a_link_to_a_missing_file_is_written_through(tmp_path: Path) -> None:
     link, figures = tmp_path / "latest.json", tmp_path / "run.json"
     link.symlink_to(figures)
     assert isinstance(call(*SMALL, "--json", str(link), "cluster.decode=1:3").exception, Misconfigured)
@@ -291,7 +291,7 @@ def test_as_many_requests_are_asked_as_were_asked_for() -> None:
     assert "10 of 10" in told
 
 
-def test_a_run_that_never_began_leaves_no_files_and_no_empty_ones(tmp_path: Path) -> None:
+def test_a_run_that_never_began_leaves_no_files(tmp_path: Path) -> None:
     log, lost = tmp_path / "kept.log", tmp_path / "lost.json"
     log.write_text("what an earlier run wrote")
     wrong = tmp_path / "trace.jsonl"

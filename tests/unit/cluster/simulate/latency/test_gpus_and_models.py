@@ -119,7 +119,7 @@ def test_weights_have_the_type_of_a_quantised_checkpoint(
     assert model_of(path, "bf16").dtype == "bfloat16"
 
 
-def test_a_given_type_is_taken_for_one_that_is_not_simulated(tmp_path: Path) -> None:
+def test_a_type_replaces_one_that_is_not_simulated(tmp_path: Path) -> None:
     path = written(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "quanto"}})
     assert model_of(path, "int4").dtype == "int4"
 
@@ -154,7 +154,7 @@ def test_a_simulation_of_ones_own_gpu_and_model(tmp_path: Path) -> None:
     assert times[0] == pytest.approx(times[1], rel=0.01)
 
 
-def test_weights_of_one_byte_take_less_time_and_leave_more_memory() -> None:
+def test_one_byte_weights_take_less_time_and_memory() -> None:
     whole, half = (hardware_spec(gpu="h100", model="llama-3-70b", tp=4, dtype=dtype) for dtype in ("bfloat16", "fp8"))
     assert half.num_blocks > whole.num_blocks * 1.3
     step = step_of([(1, 1000)])
@@ -172,7 +172,7 @@ def test_integer_weights_take_fewer_bytes_and_no_less_arithmetic(dtype: str, sha
     assert integers.latency.step_s(prompt) > 0.9 * floats.latency.step_s(prompt)
 
 
-def test_keys_and_values_of_8_bits_leave_room_for_others_and_are_read_sooner() -> None:
+def test_8_bit_kv_takes_less_room_and_time() -> None:
     plain, rounded = (
         hardware_spec(gpu="h100", model="llama-3-8b", tp=1, settings=read_settings(f"worker.kv_dtype={kv_dtype}"))
         for kv_dtype in ("auto", "int8")
@@ -203,7 +203,7 @@ def test_pools_have_gpus_of_their_own(tmp_path: Path) -> None:
     assert run["figures"]["costs"]["gpu_hours"] == pytest.approx(2 * other["figures"]["costs"]["gpu_hours"], rel=0.1)
 
 
-def test_a_lane_is_as_fast_as_the_card_of_its_slower_end() -> None:
+def test_a_lane_is_as_fast_as_its_slower_card() -> None:
     assert Cards(rates={"prefill-0": 50e9, "decode-0": 200e9}).rate_between("prefill-0", "decode-0") == 50e9
 
 
@@ -227,7 +227,7 @@ def test_a_rooflines_parts_are_its_whole() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
-def test_windows_and_experts_are_counted_as_the_engine_counts_them(name: str, tmp_path: Path) -> None:
+def test_windows_and_experts_count_as_in_the_engine(name: str, tmp_path: Path) -> None:
     shape = MODELS[name]
     assert shape.experts is not None
     written(tmp_path, GPT_OSS | {"num_hidden_layers": shape.layers, "num_local_experts": shape.experts.num})

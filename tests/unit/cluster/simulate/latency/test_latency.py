@@ -45,7 +45,7 @@ def test_steps_take_as_long_as_the_engines_on_an_h200() -> None:
     assert model.step_s(step_of([(8192, 8192)])) == pytest.approx(seconds["prompt of 8192"], rel=0.15)
 
 
-def test_the_table_of_the_docs_is_that_of_the_points() -> None:
+def test_the_docs_table_matches_the_points() -> None:
     assert f"{BEGIN}\n{table(read())}\n{END}" in NOTES.read_text(encoding="utf-8")
 
 
@@ -71,13 +71,13 @@ def test_a_token_of_a_mixture_touches_few_of_its_experts() -> None:
     assert model.experts.touched(1000) == pytest.approx(256)
 
 
-def test_weights_that_do_not_fit_are_refused_with_the_number_of_gpus() -> None:
+def test_oversized_weights_are_refused_with_a_number_of_gpus() -> None:
     with pytest.raises(Misconfigured, match="use 2 GPUs"):
         num_blocks(GPUS["h100"], MODELS["llama-3-70b"], tp=1, block_size=64)
     assert num_blocks(GPUS["h100"], MODELS["llama-3-70b"], tp=4, block_size=64) > 1000
 
 
-def test_a_fix_that_is_named_is_one() -> None:
+def test_a_named_fix_is_valid() -> None:
     """671 GB need 10 GPUs of 80 GB, and 10 do not divide the heads; of 1 GB each no number of them is enough."""
     with pytest.raises(Misconfigured, match="use 16 GPUs or more"):
         num_blocks(GPUS["h100"], MODELS["deepseek-v3"], tp=8, block_size=64)
@@ -106,7 +106,7 @@ def test_gpus_of_two_hosts_reduce_over_the_network() -> None:
     assert of_16 - of_16_faster == pytest.approx(crossing_s / 2, rel=0.001)
 
 
-def test_latent_attention_that_is_absorbed_compares_what_is_cached() -> None:
+def test_absorbed_latent_attention_reads_the_cached_vector() -> None:
     """A head compares 512 + 64 numbers with each position, and sums up 512: where nothing else bounds it, that is the
     arithmetic of 16 heads a GPU and 61 layers."""
     slow = Roofline(gpu=GPUS["h200"], model=MODELS["deepseek-v3"], tp=8, slowness=1000)

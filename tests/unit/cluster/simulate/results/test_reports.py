@@ -19,7 +19,7 @@ def test_it_says_how_fast_how_full_and_how_dear() -> None:
         assert words in told
 
 
-def test_turns_whose_conversation_had_failed_before_are_told_and_missed(tmp_path: Path) -> None:
+def test_turns_after_a_failed_one_are_reported_as_missed(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     load = "workload.name=agents", "workload.requests=24", "workload.rate=40", "workload.output_len=5:40"
     failing = *load, "cluster.prefill=0", "faults.schedule=['1 aborts clients']", "objectives.ttft_ms=90000"
@@ -34,7 +34,7 @@ def test_turns_whose_conversation_had_failed_before_are_told_and_missed(tmp_path
     assert f" {report['num_completed'] / 24:.1%} " in swept
 
 
-def test_a_load_that_is_left_out_is_in_every_report_and_missed_in_a_sweep(tmp_path: Path) -> None:
+def test_a_left_out_load_is_reported_and_missed(tmp_path: Path) -> None:
     """It was told on stderr alone, and a sweep met its objective for all of what was left."""
     figures, page = tmp_path / "run.json", tmp_path / "run.html"
     limit = "settings.worker.max_model_len=900"
@@ -73,7 +73,7 @@ def test_clusters_that_a_sweep_leaves_out_are_in_its_report(tmp_path: Path) -> N
     assert json.loads(file.read_text())["left_out"] == []
 
 
-def test_every_report_says_what_was_simulated(tmp_path: Path) -> None:
+def test_every_report_has_its_scenario(tmp_path: Path) -> None:
     """Pools and policy stood on stderr alone, GPU and model nowhere."""
     figures, page, swept = tmp_path / "run.json", tmp_path / "run.html", tmp_path / "swept.json"
     choice = *SMALL, "hardware.gpu=h200", "hardware.model=qwen3-32b", "cluster.policy=least_loaded", "cluster.tp=2"
@@ -127,7 +127,7 @@ def test_costs_below_a_cent_are_told_apart(tmp_path: Path) -> None:
     assert f"(USD {usd:.3g})" in told
 
 
-def test_a_cluster_of_a_soak_says_what_it_was_and_cost() -> None:
+def test_a_soaks_cluster_reports_its_description_and_cost() -> None:
     """There was no such line, and all that it cost was USD 0."""
     shapes = set()
     for seed in range(1, 9):

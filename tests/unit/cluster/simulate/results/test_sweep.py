@@ -19,7 +19,7 @@ def record(ttft_s: float, *, error: str = "", num_output: int = 3) -> RequestRec
     return RequestRecord(index=0, sent_s=0.0, arrivals_s=arrivals, num_output=num_output, error=error)
 
 
-def test_a_percentile_is_that_of_all_requests_failed_and_unasked_ones_included() -> None:
+def test_a_percentile_includes_failed_and_unsent_requests() -> None:
     target = PercentileTarget.parse("ttft p90 < 2 s")
     nine = [record(0.1 * k) for k in range(1, 10)]
     assert target.reached([*nine, record(3.0)], 0).is_met
@@ -39,7 +39,7 @@ def test_answers_of_one_token_have_no_time_per_token_to_miss() -> None:
 @pytest.mark.parametrize(
     "text", ["", "ttft", "ttft p90", "ttft p0 < 1 s", "ttft p100 < 1 s", "itl p90 < 1 s", "ttft p90 < 0 s"]
 )
-def test_a_target_that_means_nothing_is_refused_with_what_to_give(text: str) -> None:
+def test_a_meaningless_target_is_refused_with_a_fix(text: str) -> None:
     with pytest.raises(Misconfigured, match=r"'ttft p90 < 2 s'"):
         PercentileTarget.parse(text)
 
@@ -49,7 +49,7 @@ def test_a_sweep_without_a_target_is_refused() -> None:
         targets_of(Objective(), 0.95, ())
 
 
-def test_clusters_are_ranked_by_what_they_cost_an_hour(tmp_path: Path) -> None:
+def test_clusters_are_ranked_by_hourly_cost(tmp_path: Path) -> None:
     """A cluster that took less time for the load was cheaper than a smaller one."""
     file = tmp_path / "sweep.json"
     told = answer(*SMALL, "cluster.max_gpus=2", "objectives.targets=['ttft p90 < 90 s']", "--json", str(file))
@@ -63,7 +63,7 @@ def test_clusters_are_ranked_by_what_they_cost_an_hour(tmp_path: Path) -> None:
     assert {"prefill": 1, "decode": 1, "tp": 1, "policy": "slo"} in [run["cluster"] for run in swept["runs"]]
 
 
-def test_a_target_that_nothing_reaches_says_what_binds_and_where_to_look() -> None:
+def test_an_unreachable_target_names_its_bottleneck() -> None:
     result = call(*SMALL, "workload.rate=99", "cluster.decode=1:2", "objectives.targets=['tpot p50 < 1 ms']")
     assert result.exit_code == 1
     assert "its TPOT p50 is " in result.stdout

@@ -72,7 +72,7 @@ def test_a_fleet_that_shrinks_under_full_streams_drops_none() -> None:
     assert sum(record.num_output for record in outcome.records) == num_tokens
 
 
-def test_what_waits_in_line_is_late_for_the_planner_too() -> None:
+def test_waiting_requests_are_late_for_the_planner() -> None:
     """A fleet that may not grow, with twice the prompts that it can read."""
     load = GeneratedLoad(num_requests=160, rate=8.0, prompts=LONG, outputs=Lengths(low=4, high=20), seed=3)
     outcome, planned = planned_run(ONE_EACH, load, "1:1")
@@ -92,7 +92,7 @@ def test_bounds_and_objective_are_needed(within: str, objective: Objective) -> N
         planner_settings(within, objective, 0.95, DEVICES)
 
 
-def test_no_request_notices_that_workers_come_go_and_change_their_roles() -> None:
+def test_changes_of_the_fleet_disturb_no_request() -> None:
     outcome, changes = run(seed=2, num_changes=8, period_s=0.6)
     assert {change.kind for change in changes} == {OrderKind.SCALE, OrderKind.FLIP}
     assert not any(failure.code == NoWorkers.code for failure in outcome.failures), "some worker serves at any time"

@@ -23,7 +23,7 @@ def crowded(policy: str) -> Report:
     return summarise(simulate(config, conversations(load, pause_s=2.0)), Objective(ttft_s=1.0)).report
 
 
-def test_full_decode_workers_cost_the_default_policy_neither_hits_nor_first_tokens() -> None:
+def test_full_decode_workers_cost_slo_no_hits() -> None:
     ours, other = crowded("slo"), crowded("prefix_aware")
     assert ours.num_completed == other.num_completed == 200
     assert (ours.cached_share or 0.0) >= 0.95 * (other.cached_share or 1.0)

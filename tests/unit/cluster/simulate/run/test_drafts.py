@@ -62,7 +62,7 @@ def test_a_position_is_accepted_as_often_as_was_given() -> None:
 
 
 @pytest.mark.parametrize("acceptance", [(1.0,), (0.6,)])
-def test_a_device_that_reads_all_positions_at_each_step_finds_the_same_tokens(acceptance: Sequence[float]) -> None:
+def test_a_device_that_reads_all_positions_agrees(acceptance: Sequence[float]) -> None:
     plain, thorough = run(acceptance), run(acceptance, thorough=True)
     assert plain.fingerprint == thorough.fingerprint
     assert drafts(thorough).num_accepted > 0

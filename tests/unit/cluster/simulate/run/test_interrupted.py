@@ -53,7 +53,7 @@ def test_a_run_that_is_interrupted_before_its_load_says_so(tmp_path: Path, monke
     assert result.stderr == "interrupted before the load began\n"
 
 
-def test_a_soak_that_is_interrupted_tells_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_soak_reports_its_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[SoakTrial] = []
 
     def run(made: SoakTrial) -> None:
@@ -70,7 +70,7 @@ def test_a_soak_that_is_interrupted_tells_what_is_done(monkeypatch: pytest.Monke
     assert result.stderr.splitlines()[-1] == "interrupted: 3 of 50 clusters done"
 
 
-def test_a_sweep_that_is_interrupted_tells_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_sweep_reports_its_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "sweep.json"
     sweep = (*SMALL, "cluster.colocated=1:4", "objectives.ttft_ms=900", "--json", str(file))
     interrupt_at(monkeypatch, 70, "asked")

@@ -105,12 +105,12 @@ def broken_trial(seed: int, **more: Any) -> str:
     return soak_trial.reason(failure)
 
 
-def test_a_seed_that_has_lost_its_situation_is_told_with_what_it_had() -> None:
+def test_a_seed_without_its_situation_is_reported() -> None:
     with pytest.raises(AssertionError, match="seed 0 of the soak no longer has three moons: give one that has"):
         having("three moons", 0, Member, "drop_routed", matters=lambda member, name: False)
 
 
-def test_a_block_that_is_freed_while_a_step_writes_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_freed_while_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     seed = having("somebody who leaves while a step writes", 41, Scheduler, "_last_step_of")
     monkeypatch.setattr(Scheduler, "_last_step_of", lambda scheduler, request: None)
     assert "a step in flight writes them" in broken_trial(seed)
@@ -143,7 +143,7 @@ def test_more_that_wait_on_a_worker_than_may_are_found(monkeypatch: pytest.Monke
     assert "wait on decode-0, 1 may" in broken(**narrow())
 
 
-def test_whoever_waits_for_room_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_starved_of_room_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     wait = Dispatcher._wait_for_room
 
     async def wait_and_count_on(dispatcher: Dispatcher, *arguments: Any) -> None:
@@ -172,7 +172,7 @@ def test_work_that_counts_for_ever_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert "on their way to" in broken_trial(seed)
 
 
-def test_a_request_that_waits_for_ever_is_found_without_audits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_starved_request_is_found_without_audits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Incoming, "adopted", lambda incoming, request, ticket: False)
     assert "has heard nothing for" in broken(audit_every=0, patience_s=50.0)
 
@@ -218,13 +218,13 @@ def test_a_lease_that_never_ends_is_found_at_the_sender(monkeypatch: pytest.Monk
     assert "after its lease" in broken_trial(seed)
 
 
-def test_a_ticket_whose_lane_was_lost_is_found_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ticket_of_a_lost_lane_is_found_at_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
     seed = having("KV that is awaited from a lost lane", 7, Ledger, "abort_source")
     monkeypatch.setattr(Ledger, "abort_source", lambda *_: ())
     assert "was lost" in broken_trial(seed)
 
 
-def test_a_ticket_whose_lane_was_lost_is_found_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ticket_of_a_lost_lane_is_found_at_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     def pushes(outgoing: Outgoing, event: LaneLost) -> bool:
         return any(peer_name(push.session.ticket.destination) == event.peer for push in outgoing._pushes.values())
 
@@ -233,7 +233,7 @@ def test_a_ticket_whose_lane_was_lost_is_found_at_the_sender(monkeypatch: pytest
     assert "was lost" in broken_trial(seed)
 
 
-def test_a_reservation_that_its_gateway_gives_up_in_vain_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreleased_reservation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease ends some time, and hid it."""
     seed = having("a reservation that its gateway gives up", 0, Incoming, "withdraw")
     monkeypatch.setattr(Incoming, "withdraw", lambda incoming, request_id: False)
@@ -246,7 +246,7 @@ def test_kv_on_its_way_to_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert "its KV is on its way still" in broken_trial(seed)
 
 
-def test_what_a_lost_gateway_leaves_on_its_workers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_a_lost_gateway_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def end(servicer: WorkerServicer, stream: GatewayStream) -> None:
         servicer._streams.pop(stream, None)
         for request_id in tuple(stream.request_ids):
@@ -257,7 +257,7 @@ def test_what_a_lost_gateway_leaves_on_its_workers_is_found(monkeypatch: pytest.
     assert "and no gateway counts on it" in broken_trial(seed)
 
 
-def test_answers_that_wait_for_each_others_blocks_for_ever_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadlock_over_blocks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their worker was taken for dead after a while, and started again: that hid it."""
 
     def ties(scheduler: Scheduler) -> bool:
@@ -275,7 +275,7 @@ def test_a_trial_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     assert "jobs are still tried" in broken_trial(seed)
 
 
-def test_turns_that_are_kept_of_those_who_have_gone_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_kept_for_ended_requests_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Kept(dict[int, Turn]):
         def pop(self, number: int, *_: object) -> Turn | None:  # type: ignore[override]
             return self.get(number)
@@ -290,7 +290,7 @@ def test_turns_that_are_kept_of_those_who_have_gone_are_found(monkeypatch: pytes
     assert "turns are kept of" in broken(**narrow())
 
 
-def test_a_line_that_counts_tokens_of_those_who_have_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_counted_for_ended_requests_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     remove = TenantQueue.remove
 
     def remove_and_count_on(row: TenantQueue, entry: Entry) -> bool:
@@ -305,7 +305,7 @@ def test_a_line_that_counts_tokens_of_those_who_have_gone_is_found(monkeypatch: 
     assert "wait in it" in broken_trial(seed)
 
 
-def test_what_was_known_of_a_former_life_and_is_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_kept_from_a_former_life_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Either rule alone forgets it: whoever meets a new life, and whoever hears of its first event."""
     accept = EventCursor.accept
 

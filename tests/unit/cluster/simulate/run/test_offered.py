@@ -84,9 +84,7 @@ def test_a_nearly_full_pool_needs_a_longer_load() -> None:
     assert 4_000 < requests_until_steady(0.95) < 5_000
 
 
-def test_a_load_without_a_number_lasts_until_its_figures_are_steady(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_without_a_number_runs_until_steady(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.simulate.world.simulated_load.USUAL_REQUESTS", 100)
     file = tmp_path / "run.json"
     load = "cluster.colocated=1", "workload.input_len=2000", "workload.output_len=1", "workload.rate=18.4"

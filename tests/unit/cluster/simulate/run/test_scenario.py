@@ -132,7 +132,7 @@ def test_the_range_of_a_number_and_a_near_name_are_told() -> None:
         assert all(word in message for word in words), message
 
 
-def test_a_fix_that_is_named_is_one() -> None:
+def test_a_named_fix_is_valid() -> None:
     short = "workload.input_len=50"
     assert call(*SMALL, short, "settings.worker.memory_fraction=0.21").exit_code == 0
     assert call(*SMALL, "settings.worker.num_blocks=6668").exit_code == 0
@@ -148,7 +148,7 @@ def test_a_fix_that_is_named_is_one() -> None:
         (("hardware.model=llama-3-70b", "cluster.tp=2"), "(memory: cluster.tp, "),
     ],
 )
-def test_what_limits_the_length_of_sessions_is_named(changes: tuple[str, ...], limit: str) -> None:
+def test_the_limit_of_sessions_is_named(changes: tuple[str, ...], limit: str) -> None:
     assert limit in str(call(*SMALL, "workload.input_len=140000", *changes).exception)
 
 
