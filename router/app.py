@@ -32,9 +32,9 @@ from protos.hints import listed
 from router.admin.admin_face import ADMIN_FACE
 from router.admin.dashboard.dashboard_page import page
 from router.admin.status_routes import degraded, not_ready
+from router.batches.batch_routes import BATCHES_FACE
 from router.batches.message_batch_routes import MESSAGE_BATCHES_FACE
-from router.batches.openai_routes import BATCHES_FACE
-from router.faces.anthropic.anthropic_api import ANTHROPIC_FACE
+from router.faces.anthropic.messages import ANTHROPIC_FACE
 from router.faces.conversation.parts import IGNORED
 from router.faces.endpoint import Endpoint, Face
 from router.faces.ollama.ollama_api import OLLAMA_FACE
@@ -42,8 +42,7 @@ from router.faces.openai.openai_api import OPENAI_FACE
 from router.faces.openapi import describe
 from router.faces.responses.responses import RESPONSES_FACE
 from router.gateway import Gateway
-from router.http.api import OPENAI, api_of
-from router.http.error_responses import error_response, json_response
+from router.http.api import OPENAI, api_of, error_response, json_response
 from router.http.middleware import BUDGET, REQUEST_ID, Gate, RequestId
 from router.http.sse import EventStream
 

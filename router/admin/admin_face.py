@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from router.admin import adapter_routes, capacity_routes, cost_routes, drain_routes, kv_routes, profile_routes, requests
-from router.admin.adapter_routes import AdapterBody
-from router.admin.capacity_routes import CapacityBody
-from router.admin.door import SECOND
-from router.admin.history_routes import history
-from router.admin.status_routes import status
+from router.admin import capacity_routes, cost_routes, requests, status_routes
+from router.admin.capacity_routes import AdapterBody, CapacityBody
+from router.admin.requests import SECOND
 from router.faces.endpoint import Endpoint, Face, query_parameter
 from router.observe.ledger.organization import COST_GROUPS, MAX_COST_DAYS, USAGE_GROUPS, VECTOR_GROUPS
 
@@ -18,25 +15,25 @@ _row = partial(Endpoint, key="admin")
 
 ADMIN_FACE = Face(
     endpoints=(
-        _row("GET", "/admin/status", status, "The fleet"),
+        _row("GET", "/admin/status", status_routes.status, "The fleet"),
         _row("GET", "/admin/capacity", capacity_routes.capacity, "The desired fleet and its latest changes"),
         _row(
             "POST", "/admin/capacity", capacity_routes.order,
             "Another number of workers, or another role of a worker", body=CapacityBody,
         ),
         _row("GET", "/admin/capacity/sights", capacity_routes.sights, "What every gateway's clients saw lately"),
-        _row("GET", "/admin/kv", kv_routes.kv, "Every ticket and lane"),
+        _row("GET", "/admin/kv", status_routes.kv, "Every ticket and lane"),
         _row(
-            "POST", "/admin/lanes/probe", kv_routes.probe,
-            "Moves KV from one worker to another, and compares their answers", query=kv_routes.PROBE_QUERY,
+            "POST", "/admin/lanes/probe", status_routes.probe,
+            "Moves KV from one worker to another, and compares their answers", query=status_routes.PROBE_QUERY,
         ),
         _row(
-            "POST", "/admin/workers/{worker_id}/drain", drain_routes.drain,
+            "POST", "/admin/workers/{worker_id}/drain", status_routes.drain,
             "No new work for a worker: what runs moves on or finishes, then it ends",
         ),
-        _row("POST", "/admin/profile", profile_routes.profile, "Every worker records its steps from now on"),
-        _row("GET", "/admin/profile", profile_routes.profile, "The steps recorded so far"),
-        _row("DELETE", "/admin/profile", profile_routes.profile, "Ends the recording, and returns it"),
+        _row("POST", "/admin/profile", status_routes.profile, "Every worker records its steps from now on"),
+        _row("GET", "/admin/profile", status_routes.profile, "The steps recorded so far"),
+        _row("DELETE", "/admin/profile", status_routes.profile, "Ends the recording, and returns it"),
         _row("GET", "/admin/requests", requests.recent, "The latest requests", query=requests.RECENT_QUERY),
         _row("GET", "/admin/requests/{name:path}/cache", requests.cache, "Why a prompt was not found in a cache"),
         _row("GET", "/admin/requests/{name:path}", requests.routed, "How a request was routed, why, and how it went"),
@@ -57,13 +54,13 @@ ADMIN_FACE = Face(
             "GET", "/v1/organization/costs", cost_routes.charged, "Charges by buckets of time",
             query=cost_routes.buckets_query(COST_GROUPS, most=MAX_COST_DAYS),
         ),
-        _row("GET", "/admin/history", history, "The last hour, by periods", query=_SINCE),
-        _row("GET", "/admin/adapters", adapter_routes.list_adapters, "LoRA adapters, and the workers that have them"),
+        _row("GET", "/admin/history", requests.history, "The last hour, by periods", query=_SINCE),
+        _row("GET", "/admin/adapters", capacity_routes.list_adapters, "LoRA adapters, and the workers that have them"),
         _row(
-            "POST", "/admin/adapters", adapter_routes.load, "Every worker loads a LoRA adapter", body=AdapterBody
+            "POST", "/admin/adapters", capacity_routes.load, "Every worker loads a LoRA adapter", body=AdapterBody
         ),
         _row(
-            "DELETE", "/admin/adapters/{name}", adapter_routes.unload,
+            "DELETE", "/admin/adapters/{name}", capacity_routes.unload,
             "No worker takes requests for a LoRA adapter",
         ),
     )

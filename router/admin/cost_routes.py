@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import NotFound
-from router.admin.door import SECOND, seconds_of
+from router.admin.requests import SECOND, seconds_of
 from router.database.database import Database
 from router.faces.endpoint import Schema, query_parameter
 from router.gateway import Gateway
-from router.http.error_responses import json_response
+from router.http.api import json_response
 from router.observe.ledger.ledger_report import GROUPS, costs
 from router.observe.ledger.organization import (
     COST_GROUPS,

@@ -10,12 +10,27 @@ from starlette.responses import Response
 
 from protos.errors import InvalidRequest, UnknownRequest
 from protos.event_loop import loop_time
-from router.faces.endpoint import query_parameter
+from router.faces.endpoint import Schema, query_parameter
 from router.gateway import Gateway
-from router.http.error_responses import json_response
+from router.http.api import json_response
+from router.observe.history import PERIOD_S
+from router.observe.ledger.organization import LATEST_S
 from router.traces.cache_misses import EvictionLog, explain
 from router.traces.json_view import shadow_view, summary, whole
 from router.traces.request_trace import RequestTrace, RequestTraces
+
+SECOND: Schema = {"type": "integer", "minimum": 0, "maximum": LATEST_S}
+
+
+def seconds_of(request: Request, name: str, default: int) -> int:
+    """Whole seconds since 1970. Raises InvalidRequest."""
+    value = request.query_params.get(name)
+    if value is None:
+        return default
+    if not value.isdecimal() or len(value) > 12 or int(value) > LATEST_S:
+        raise InvalidRequest(f"{name}={value[:40]}: give whole seconds since 1970", param=name)
+    return int(value)
+
 
 DEFAULT_COUNT = 50
 MAX_COUNT = 1000
@@ -79,3 +94,9 @@ def _explained(record: RequestTrace, records: RequestTraces, evictions: Eviction
         return None
     miss = explain(record, records, evictions)
     return {"job": record.job.request_id, "prompt_tokens": record.num_prompt_tokens, "miss": miss}
+
+
+async def history(gateway: Gateway, request: Request) -> Response:
+    """`since` leaves out periods that ended then or before."""
+    points = gateway.history.since(seconds_of(request, "since", 0))
+    return json_response({"period_s": PERIOD_S, "points": points})

@@ -1,19 +1,30 @@
-"""GET /admin/status: the fleet, worker by worker, with what each holds for others."""
+"""The fleet, worker by worker.
+
+- GET /admin/status and /admin/kv: the workers, with the tickets, lanes and tiers that each reports
+- POST /admin/lanes/probe: proves one lane
+- POST /admin/workers/{id}/drain: no new work for a worker; its requests move on or finish, then it ends
+- /admin/profile: POST begins to record the steps of all workers, GET reads them, DELETE ends it
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protos.errors import BatonError
-from protos.values import WorkerRole
+from protos.errors import BatonError, InvalidRequest, NotFound, UnsupportedParameter
+from protos.values import Profile, WorkerRole
+from router.dispatch.lane_probe import PROBE_TIMEOUT_S, probe_lane
+from router.faces.endpoint import query_parameter
+from router.fleet.fleet import Fleet
 from router.gateway import Gateway
-from router.http.error_responses import json_response
+from router.http.api import json_response
 from router.jobs import WorkerView
 
 STATS_TIMEOUT_S = 2.0
@@ -116,3 +127,100 @@ async def held(gateway: Gateway, worker_id: str) -> dict[str, Any] | None:
     except (BatonError, TimeoutError):
         return None
     return {"tickets": stats.tickets, "lanes": stats.lanes, "tiers": stats.tiers}
+
+
+async def drain(gateway: Gateway, request: Request) -> Response:
+    worker_id = request.path_params["worker_id"]
+    num_running = await gateway.fleet.drain(worker_id)
+    return json_response({"worker_id": worker_id, "num_running": num_running}, status=202)
+
+
+async def profile(gateway: Gateway, request: Request) -> Response:
+    """POST begins a recording, or restarts a running one and returns it; DELETE ends it."""
+    await _refuse_parameters(request)
+    recording = {"POST": True, "DELETE": False}.get(request.method)
+    ids = [worker.worker_id for worker in gateway.fleet.status()]
+    profiles = await asyncio.gather(*(_steps(gateway, worker_id, recording) for worker_id in ids))
+    pairs = zip(ids, profiles, strict=True)
+    return json_response({"workers": [{"worker_id": worker_id, "profile": steps} for worker_id, steps in pairs]})
+
+
+async def _steps(gateway: Gateway, worker_id: str, recording: bool | None) -> Profile | None:
+    """Returns None for a worker that does not answer, so that the others' steps are still shown."""
+    try:
+        return await gateway.fleet.profile(worker_id, recording)
+    except BatonError:
+        return None
+
+
+async def _refuse_parameters(request: Request) -> None:
+    """Raises UnsupportedParameter: a recording lasts until DELETE, so that a number of steps would be ignored."""
+    name = next(iter(request.query_params), "body" if await request.body() else "")
+    if name:
+        raise UnsupportedParameter(
+            f"/admin/profile takes no {name}: POST begins a recording, GET reads it, DELETE ends it", param=name
+        )
+
+
+MAX_DIGITS = 9
+MIN_TIMEOUT_S = 0.1
+_SECONDS = re.compile(r"[0-9]{1,3}(\.[0-9]{1,20})?")
+PROBE_QUERY = (
+    query_parameter("source", {"type": "string"}, required=True),
+    query_parameter("destination", {"type": "string"}, required=True),
+    query_parameter("num_tokens", {"type": "integer", "minimum": 1, "maximum": 10**6, "default": 64}),
+    query_parameter("timeout_s", {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": PROBE_TIMEOUT_S}),
+)
+SILENT = {"tickets": None, "lanes": None, "tiers": None}
+
+
+async def kv(gateway: Gateway, request: Request) -> Response:
+    """`tickets`, `lanes` and `tiers` are null for a worker that does not answer in time."""
+    workers = gateway.fleet.status()
+    replies = await asyncio.gather(*(held(gateway, worker.worker_id) for worker in workers))
+    tickets = [ticket for reply in replies if reply is not None for ticket in reply["tickets"]]
+    reserved = [ticket for ticket in tickets if ticket.direction == "in"]
+    return json_response(
+        {
+            "num_tickets": len(tickets),
+            "num_bytes_reserved": sum(ticket.num_bytes for ticket in reserved),
+            "oldest_s": max((ticket.age_s for ticket in tickets), default=0.0),
+            "workers": [
+                {"worker_id": worker.worker_id, "state": worker.state} | (reply or SILENT)
+                for worker, reply in zip(workers, replies, strict=True)
+            ],
+        }
+    )
+
+
+async def probe(gateway: Gateway, request: Request) -> Response:
+    """Answers 429 if the source does not compute the prompt in time, 504 if its KV does not arrive; `timeout_s` is
+    for both."""
+    fleet, asked = gateway.fleet, request.query_params
+    if not isinstance(fleet, Fleet):
+        raise NotFound("this gateway has no lanes")
+    num_tokens = asked.get("num_tokens", "64")
+    if not num_tokens.isdecimal() or len(num_tokens) > MAX_DIGITS or not int(num_tokens):
+        raise InvalidRequest(f"num_tokens={num_tokens[:40]}: give a whole number above 0", param="num_tokens")
+    timeout_s = _timeout_s(asked.get("timeout_s"))
+    source, destination = (fleet.named(asked.get(name, ""), param=name) for name in ("source", "destination"))
+    ends = source.worker_id, destination.worker_id
+    _, before_s = await _lane(fleet, *ends)
+    reading = await probe_lane(source, destination, int(num_tokens), gateway_id=fleet.gateway_id, timeout_s=timeout_s)
+    transport, busy_s = await _lane(fleet, *ends)
+    return json_response(asdict(reading) | {"transport": transport, "lane_s": max(0.0, busy_s - before_s)})
+
+
+def _timeout_s(given: str | None) -> float:
+    if given is None:
+        return PROBE_TIMEOUT_S
+    if not _SECONDS.fullmatch(given) or not MIN_TIMEOUT_S <= float(given) <= PROBE_TIMEOUT_S:
+        problem = f"timeout_s={given[:40]}: give {MIN_TIMEOUT_S:g} to {PROBE_TIMEOUT_S:g} seconds"
+        raise InvalidRequest(problem, param="timeout_s")
+    return float(given)
+
+
+async def _lane(fleet: Fleet, source: str, destination: str) -> tuple[str, float]:
+    """Returns "" and 0 while there is no lane."""
+    lanes = [lane for lane in (await fleet.stats(source)).lanes if lane.peer.partition("#")[0] == destination]
+    return (lanes[0].transport, lanes[0].busy_s) if lanes else ("", 0.0)

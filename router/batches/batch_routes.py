@@ -1,9 +1,9 @@
-"""OpenAI's Batches: /v1/batches."""
+"""OpenAI's Batches: /v1/batches. The endpoints of its Files and Batches."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -13,14 +13,29 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import InvalidRequest, NotFound, UnknownModel
-from router.batches.asked import batch_of, batch_page, cancelled_batch, storage_of
-from router.batches.file_routes import EXPIRY, EXPIRY_S, list_body
+from router.batches.file_routes import (
+    EXPIRY,
+    EXPIRY_S,
+    MAX_LIMIT,
+    MAX_LISTED,
+    UploadForm,
+    batch_of,
+    batch_page,
+    cancelled_batch,
+    delete_file,
+    file_content,
+    list_body,
+    list_files,
+    retrieve_file,
+    storage_of,
+    upload_file,
+)
 from router.batches.line_run import SERVED
+from router.faces.endpoint import Endpoint, Face, Schema, query_parameter
 from router.files.records import ENDED, UPLOADED, WINDOW, WINDOWS, StoredBatch, new_id
 from router.gateway import Gateway
-from router.http.body import read_body
-from router.http.body_validation import Body, read_json
-from router.http.error_responses import json_response
+from router.http.api import json_response
+from router.http.body import Body, read_body, read_json
 from router.http.middleware import tenant_of
 
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -146,3 +161,41 @@ def _usage(batch: StoredBatch) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
         "total_tokens": batch.input_tokens + batch.output_tokens,
     }
+
+
+_ID = {"type": "string", "minLength": 1}
+
+
+def _paged(most: int, default: int) -> Sequence[Schema]:
+    return (
+        query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": most, "default": default}),
+        query_parameter("after", _ID),
+        query_parameter("order", {"enum": ["asc", "desc"]}),
+    )
+
+
+_FILE, _BATCH = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
+BATCHES_FACE = Face(
+    endpoints=(
+        Endpoint(
+            "POST", "/v1/files", upload_file, "Stores a file of requests for a batch", form=UploadForm, is_upload=True
+        ),
+        Endpoint(
+            "GET", "/v1/files", list_files, "The files of the key's tenant, newest first",
+            query=(*_paged(MAX_LISTED, MAX_LISTED), query_parameter("purpose", {"type": "string"})),
+        ),
+        Endpoint("GET", _FILE, retrieve_file, "One file"),
+        Endpoint("DELETE", _FILE, delete_file, "Deletes a file"),
+        Endpoint("GET", f"{_FILE}/content", file_content, "What is in a file"),
+        Endpoint(
+            "POST", "/v1/batches", create_batch, "Runs the requests of a file when the workers have room",
+            body=BatchBody,
+        ),
+        Endpoint(
+            "GET", "/v1/batches", list_batches, "The batches of the key's tenant, newest first",
+            query=_paged(MAX_LIMIT, 20),
+        ),
+        Endpoint("GET", _BATCH, retrieve_batch, "One batch"),
+        Endpoint("POST", f"{_BATCH}/cancel", cancel_batch, "Ends a batch: what is done is kept"),
+    )
+)  # fmt: skip

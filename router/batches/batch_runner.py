@@ -9,24 +9,128 @@ Memory holds an index of the lines, the lines that run, and results on their way
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import sys
-from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter
 
 from protos.errors import BatonError, Internal, NotFound, NoWorkers, Overloaded, WorkerDraining
 from router.auth.auth import acting_for
 from router.auth.tenants import Tenant
-from router.batches.batch_metrics import BatchMetrics
 from router.batches.line_run import InputLine, LineAnswer, answer_line, read_line, result_of, undone
 from router.batches.lines import InputChecker, LineIndex
-from router.batches.room import BatchRoom
-from router.batches.steps import ResultWriter, results_files
 from router.files.batch_storage import BatchStorage
-from router.files.batches import LeaseLost
-from router.files.records import LineError, StoredBatch, StoredFile
+from router.files.batches import BatchStore, LeaseLost
+from router.files.contents import spooled
+from router.files.records import RESULTS, LineError, LineResult, StoredBatch, StoredFile
 from router.gateway import Gateway
+from router.jobs import FleetView
+
+DEFAULT_RESULTS_S = 30 * 86_400.0
+"""Files of results are kept for so long, unless the batch has another time."""
+
+
+class ResultWriter:
+    """Writes results, all that wait in one transaction."""
+
+    def __init__(self, store: BatchStore, batch: StoredBatch) -> None:
+        self._store = store
+        self._batch = batch
+        self._waiting: list[LineResult] = []
+        self._turn = asyncio.Lock()
+
+    async def put(self, result: LineResult) -> None:
+        """Returns when the result is written. Raises as `flush` does, which writes what a cancelled `put` has not."""
+        self._waiting.append(result)
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Raises LeaseLost, and Unavailable if the database cannot be written."""
+        async with self._turn:
+            if waiting := self._waiting[:]:
+                await asyncio.to_thread(self._store.record, self._batch, waiting)
+                del self._waiting[: len(waiting)]
+
+
+def results_files(storage: BatchStorage, batch: StoredBatch) -> tuple[StoredFile | None, StoredFile | None]:
+    """Writes the files of outputs and of errors; None for a file without lines. Writing again gives the same files and
+    names. Blocks: call it in a thread."""
+    if batch.api == "anthropic":
+        both = (part for is_error in (False, True) for part in storage.batches.results(batch, is_error=is_error))
+        return _written(storage, batch, "output", both), None
+    output = _written(storage, batch, "output", storage.batches.results(batch, is_error=False))
+    return output, _written(storage, batch, "error", storage.batches.results(batch, is_error=True))
+
+
+def _written(storage: BatchStorage, batch: StoredBatch, kind: str, parts: Iterator[bytes]) -> StoredFile | None:
+    file_id = "file-" + hashlib.blake2b(f"{batch.id} {kind}".encode(), digest_size=12).hexdigest()
+    with spooled() as content:
+        content.writelines(parts)
+        if not (num_bytes := content.tell()):
+            return None
+        storage.files.contents.store(file_id, content)
+    now = storage.clock()
+    return StoredFile(
+        id=file_id,
+        tenant=batch.tenant,
+        filename=f"{batch.id}_{kind}.jsonl",
+        purpose=RESULTS,
+        bytes=num_bytes,
+        created_s=now,
+        expires_s=now + (batch.output_expires_s or DEFAULT_RESULTS_S),
+        is_hidden=batch.api != "openai",
+    )
+
+
+SERVED_LOOK_S = 0.5
+
+
+class BatchRoom:
+    """At most `max_running` lines in this process, and none while no request could be served."""
+
+    def __init__(self, fleet: FleetView, max_running: int) -> None:
+        self._fleet = fleet
+        self._free = asyncio.Semaphore(max_running)
+
+    async def enter(self) -> None:
+        """Returns when another line may run. `leave` comes once after each."""
+        await self._free.acquire()
+        try:
+            await self.served()
+        except BaseException:
+            self._free.release()
+            raise
+
+    def leave(self) -> None:
+        self._free.release()
+
+    async def served(self) -> None:
+        while not self._fleet.ready():  # noqa: ASYNC110 - a fleet notifies the dispatcher alone
+            await asyncio.sleep(SERVED_LOOK_S)
+
+
+class BatchMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.batches = Counter("baton_batches", "Batches that have ended", ("status",), registry=registry)
+        self._lines = Counter("baton_batch_requests", "Requests of batches answered", ("outcome",), registry=registry)
+        self.failed_looks = Counter("baton_batch_failed_looks", "Failed looks for batches to run", registry=registry)
+        self._tokens = Counter("baton_batch_tokens", "Tokens of requests of batches", ("kind",), registry=registry)
+
+    def ended(self, answer: LineAnswer) -> None:
+        self._lines.labels("ok" if answer.status < 300 else "error").inc()
+        usage = answer.usage
+        counts = {
+            "input": usage.prompt_tokens - usage.cached_tokens,
+            "cached": usage.cached_tokens,
+            "output": usage.completion_tokens,
+        }
+        for kind, count in counts.items():
+            self._tokens.labels(kind).inc(count)
+
 
 log = logging.getLogger("baton.batches")
 
@@ -56,7 +160,7 @@ class BatchRunner:
         self._lease_s = lease_s
         self._running: dict[str, asyncio.Task[None]] = {}
         self._owned: dict[str, _OwnedBatch] = {}
-        self._failures: Counter[str] = Counter()
+        self._failures: dict[str, int] = {}
 
     async def run(self) -> None:
         """Runs batches until it is cancelled, which gives them back."""
@@ -114,7 +218,7 @@ class BatchRunner:
             self._storage.failed(f"{batch.id} stops until its lease ends: {error.message}")
         except Exception:
             log.exception("%s stops until its lease ends: internal error", batch.id)
-            self._failures[batch.id] += 1
+            self._failures[batch.id] = self._failures.get(batch.id, 0) + 1
             if owned.is_stopped or self._failures[batch.id] >= MAX_FAILURES:
                 del self._failures[batch.id]
                 await self._fail(batch)

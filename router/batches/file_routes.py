@@ -1,4 +1,4 @@
-"""OpenAI's Files: /v1/files."""
+"""OpenAI's Files: /v1/files. The storage, cursors and limits of lists are those of the routes of batches, too."""
 
 from __future__ import annotations
 
@@ -12,16 +12,64 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from protos.errors import Cancelled, InvalidRequest, PayloadTooLarge
-from router.batches.asked import page_asked, storage_of
+from protos.errors import Cancelled, InvalidRequest, NotFound, PayloadTooLarge
 from router.files.batch_storage import BatchStorage
 from router.files.contents import failing
-from router.files.records import UPLOADED, StoredFile, new_id
+from router.files.records import UPLOADED, Api, PageAsked, StoredBatch, StoredFile, new_id
 from router.gateway import Gateway
-from router.http.body import parse_body
-from router.http.body_validation import Body
-from router.http.error_responses import json_response
+from router.http.api import json_response
+from router.http.body import Body, parse_body
 from router.http.middleware import header_of, tenant_of
+
+MAX_LIMIT = 100
+
+
+def storage_of(gateway: Gateway) -> BatchStorage:
+    """Raises NotFound."""
+    if gateway.batches is None:
+        raise NotFound(
+            "This gateway keeps no files and runs no batches: start it with --set router.batch.folder=FOLDER"
+        )
+    return gateway.batches
+
+
+def page_asked(request: Request, *, most: int = MAX_LIMIT, default: int = 20, before: str = "") -> PageAsked:
+    """`before`: the name of the cursor that pages backwards, for an API that has one. Raises InvalidRequest."""
+    asked = request.query_params
+    limit, order = asked.get("limit", str(default)), asked.get("order", "desc")
+    if not limit.isdecimal() or len(limit) > 6 or not 1 <= int(limit) <= most:
+        raise InvalidRequest(f"'limit' is {limit[:40]!r}: it must be an integer between 1 and {most}", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"'order' is {order[:40]!r}: it must be asc or desc", param="order")
+    names = ("after_id" if before else "after", before)
+    return PageAsked(
+        limit=int(limit),
+        after=asked.get(names[0]),
+        before=asked.get(before) if before else None,
+        names=names,
+        ascending=order == "asc",
+    )
+
+
+async def batch_of(gateway: Gateway, request: Request, api: Api) -> StoredBatch:
+    """The batch that the path names. Raises NotFound."""
+    tenant, batch_id = tenant_of(request).name, request.path_params["batch_id"]
+    return await asyncio.to_thread(storage_of(gateway).batches.find, tenant, batch_id, api)
+
+
+async def cancelled_batch(gateway: Gateway, request: Request, api: Api) -> StoredBatch:
+    """Cancels the batch that the path names; its owner ends it. Raises NotFound, InvalidRequest."""
+    storage, tenant = storage_of(gateway), tenant_of(request).name
+    batch = await asyncio.to_thread(storage.batches.cancel, tenant, request.path_params["batch_id"], api)
+    storage.changed.set()
+    return batch
+
+
+async def batch_page(gateway: Gateway, request: Request, api: Api, **limits: Any) -> tuple[list[StoredBatch], bool]:
+    """Batches of the request's tenant, and whether more follow. Raises InvalidRequest."""
+    asked = replace(page_asked(request, **limits), filters={"api": api})
+    return await asyncio.to_thread(storage_of(gateway).batches.page, tenant_of(request).name, asked)
+
 
 MAX_PARTS = 16
 """Files and fields of a form, of which Starlette counts each kind."""

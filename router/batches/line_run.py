@@ -16,14 +16,13 @@ from starlette.types import Message
 
 from protos.errors import BatonError, BudgetExhausted, InvalidRequest, Overloaded
 from router.auth.tenants import Tenant
-from router.faces.anthropic.anthropic_api import ANTHROPIC, ANTHROPIC_FACE
+from router.faces.anthropic.messages import ANTHROPIC, ANTHROPIC_FACE
 from router.faces.endpoint import Serve
 from router.faces.openai.openai_api import OPENAI_FACE
 from router.faces.responses.responses import RESPONSES_FACE
 from router.files.records import LineResult, StoredBatch
 from router.gateway import Gateway
-from router.http.api import OPENAI, Api
-from router.http.error_responses import error_response, internal_error
+from router.http.api import OPENAI, Api, error_response, internal_error
 from router.observe.ledger.request_ledger import RequestLedger
 from router.observe.request_observer import BATCH, EndedRequest, ObservedRequest
 from router.request_metrics import Track

@@ -1,6 +1,8 @@
 """Anthropic's Message Batches: /v1/messages/batches, on the store and the workers of OpenAI's.
 
 requests ─▶ a hidden file of lines, as OpenAI's batches have them ─▶ checked ─▶ batch ─▶ ... ─▶ a hidden file of results
+
+The body, `{"requests": [{...}, {...}]}`, is split into requests as it arrives: of 200 MB at most one is in memory.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import IO, Annotated, Any
@@ -18,21 +21,106 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import Cancelled, InvalidRequest, NotFound, PayloadTooLarge
-from router.batches.asked import batch_of, batch_page, cancelled_batch, storage_of
 from router.batches.batch_routes import model_of
-from router.batches.file_routes import KEPT_S, content_response
+from router.batches.file_routes import KEPT_S, batch_of, batch_page, cancelled_batch, content_response, storage_of
 from router.batches.line_run import MESSAGES
 from router.batches.lines import InputChecker
-from router.batches.requests_reader import RequestsReader
-from router.faces.anthropic.anthropic_api import ANTHROPIC
+from router.faces.anthropic.messages import ANTHROPIC
 from router.faces.endpoint import Endpoint, Face, query_parameter
 from router.files.batch_storage import BatchStorage
 from router.files.contents import spooled
 from router.files.records import ENDED, UPLOADED, StoredBatch, StoredFile, new_id
 from router.gateway import Gateway
-from router.http.body_validation import Body, read_json
-from router.http.error_responses import json_response
+from router.http.api import json_response
+from router.http.body import Body, read_json
 from router.http.middleware import tenant_of
+
+_BEGIN = re.compile(rb'\s*\{\s*"requests"\s*:\s*\[')
+_END = re.compile(rb"\s*\]\s*\}\s*")
+_OUTSIDE = re.compile(rb'["{}\[\]]')
+_INSIDE = re.compile(rb'["\\]')
+_SHAPE = 'The body must be an object with one list, {"requests": [...]}'
+MAX_BEGIN_BYTES = 1024
+
+
+class RequestsReader:
+    """Feed it the body, then call `end`. It finds where each request ends; whether it is JSON is its reader's to check.
+    Raises InvalidRequest."""
+
+    def __init__(self, max_request_bytes: int) -> None:
+        self._max_bytes = max_request_bytes
+        self._buffer = bytearray()
+        self._at = 0  # the buffer is searched up to here
+        self._depth = 0
+        self._in_string = False
+        self._has_begun = False
+        self._has_comma = False  # behind the last request
+        self.num_requests = 0
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The requests that are complete."""
+        self._buffer += data
+        if not self._has_begun:
+            if (begin := _BEGIN.match(self._buffer)) is None:
+                if len(self._buffer) > MAX_BEGIN_BYTES:
+                    raise InvalidRequest(_SHAPE, param="requests")
+                return
+            del self._buffer[: begin.end()]
+            self._has_begun = True
+        while (request := self._next()) is not None:
+            self.num_requests += 1
+            yield request
+        if len(self._buffer) > self._max_bytes:
+            raise InvalidRequest(
+                f"requests.{self.num_requests} has more than {self._max_bytes} bytes", param="requests"
+            )
+
+    def end(self) -> None:
+        """All of the body has been fed."""
+        if not self._has_begun or self._depth or not _END.fullmatch(self._buffer):
+            raise InvalidRequest(_SHAPE, param="requests")
+        if not self.num_requests:
+            raise InvalidRequest("'requests' is empty: give a request", param="requests")
+
+    def _begins(self) -> bool:
+        """Whether the buffer begins with the next request, after separators."""
+        del self._buffer[: len(self._buffer) - len(self._buffer.lstrip())]
+        if self.num_requests and not self._has_comma and self._buffer.startswith(b","):
+            self._has_comma = True
+            del self._buffer[: len(self._buffer) - len(self._buffer[1:].lstrip())]
+        if self._buffer.startswith(b"{") and (self._has_comma or not self.num_requests):
+            return True
+        if self._buffer and (self._has_comma or not self._buffer.startswith(b"]")):
+            behind = " behind a comma" if self.num_requests else ""
+            raise InvalidRequest(f"requests.{self.num_requests} is no object{behind}", param="requests")
+        return False
+
+    def _next(self) -> bytes | None:
+        """The next request; None after the last one, or until more of the body has come."""
+        if not self._depth:
+            if not self._begins():
+                return None
+            self._at, self._has_comma = 0, False
+        while (found := (_INSIDE if self._in_string else _OUTSIDE).search(self._buffer, self._at)) is not None:
+            sign, self._at = found[0], found.end()
+            if sign == b"\\":
+                if self._at == len(self._buffer):
+                    self._at -= 1  # what it escapes has not come yet
+                    return None
+                self._at += 1
+            elif sign == b'"':
+                self._in_string = not self._in_string
+            elif sign in b"{[":
+                self._depth += 1
+            else:
+                self._depth -= 1
+                if not self._depth:
+                    request = bytes(self._buffer[: self._at])
+                    del self._buffer[: self._at]
+                    return request
+        self._at = len(self._buffer)
+        return None
+
 
 PATH = "/v1/messages/batches"
 WINDOW_S = 86_400.0

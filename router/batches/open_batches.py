@@ -11,9 +11,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from router.batches.batch_metrics import BatchMetrics
-from router.batches.batch_runner import BatchRunner
-from router.batches.room import BatchRoom
+from router.batches.batch_runner import BatchMetrics, BatchRoom, BatchRunner
 from router.dispatch.chooser import Routing
 from router.files.batch_storage import BatchStorage, open_storage
 from router.gateway import Gateway

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from router.gateway import Gateway
 from router.http.api import OPENAI, Api
-from router.http.body_validation import Body
+from router.http.body import Body
 
 Schema = dict[str, Any]
 Serve = Callable[[Gateway, Request], Awaitable[ASGIApp]]

@@ -14,8 +14,7 @@ from pydantic import TypeAdapter
 from protos.errors import InvalidRequest
 from router.faces.endpoint import Endpoint, Face, Schema
 from router.http.api import Api
-from router.http.body import MAX_TTFT_MS
-from router.http.body_validation import Body
+from router.http.body import MAX_TTFT_MS, Body
 from router.text.model_card import RANGES
 
 _LOW, _HIGH = RANGES["max_ttft_ms"]

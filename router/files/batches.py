@@ -15,8 +15,7 @@ from typing import Any
 
 from protos.errors import InvalidRequest, NotFound, Unavailable
 from router.database.database import Database, Row, Transaction
-from router.files.file_store import put_file
-from router.files.paging import page_of
+from router.files.file_store import page_of, put_file
 from router.files.records import RUNNING, LineError, LineResult, PageAsked, StoredBatch, StoredFile
 
 _JSON = ("metadata", "times", "errors")

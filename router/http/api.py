@@ -1,4 +1,4 @@
-"""An HTTP API's own part of every answer: the form of errors and of streams, and names of headers.
+"""An HTTP API's own part of every answer: the form of errors, events and streams, and names of headers.
 
     path ──▶ `RequestId` (the outermost layer) ──▶ scope["state"]["api"] ──▶ `api_of`: middleware, routes, `EventStream`
 
@@ -9,14 +9,29 @@ or in a stream. A request that is not HTTP has no path: `router.http.protocol` r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+from starlette.responses import Response
 from starlette.types import Scope
 
-from protos.errors import BatonError
-from router.http.framing import event
+from protos.errors import BatonError, BudgetExhausted, Internal, RequestTimeout, Unauthenticated
+
+
+def event(content: Any) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(content)
+
+
+def named_event(content: Mapping[str, Any]) -> bytes:
+    """The event has the name of its `type`."""
+    return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), orjson.dumps(content))
+
+
+def json_line(content: Any) -> bytes:
+    return orjson.dumps(content) + b"\n"
+
 
 _TYPES = {429: "rate_limit_error", 499: "cancelled", 504: "timeout_error"}
 
@@ -94,3 +109,28 @@ def api_of(scope: Scope) -> Api:
     found = scope.get("state", {}).get("api", OPENAI)
     assert isinstance(found, Api)
     return found
+
+
+def error_response(error: BatonError, api: Api = OPENAI) -> Response:
+    """Retry-After is in whole seconds, and in milliseconds for openai's client. A 408 closes the connection; clients
+    do not repeat what costs more than the budget."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(retry_after(error)["retry_after"])
+        headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1000)))
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, BudgetExhausted):
+        headers["x-should-retry"] = "false"
+    if isinstance(error, RequestTimeout):
+        headers["connection"] = "close"
+    return json_response(api.error_body(error), status=api.error_status(error), headers=headers)
+
+
+def internal_error() -> Internal:
+    """The client's answer for an internal error: the log has the details."""
+    return Internal("The server failed on this request; the request id finds the cause in its log")
+
+
+def json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status_code=status, headers=headers, media_type="application/json")

@@ -26,9 +26,8 @@ from protos.event_loop import loop_time
 from router.auth.auth import AccessControl
 from router.auth.tenants import Tenant
 from router.http.access_log import CLIENT_LEFT, MAX_PATH, is_logged, log_access
-from router.http.api import Api, Apis, api_of
-from router.http.error_responses import error_response, internal_error
-from router.http.response_channel import channel_of
+from router.http.api import Api, Apis, api_of, error_response, internal_error
+from router.http.protocol import channel_of
 from router.request_metrics import Arrival, Track, arrival
 
 log = logging.getLogger("baton.http")

@@ -13,9 +13,8 @@ import orjson
 from starlette.types import Receive, Scope, Send
 
 from protos.errors import BatonError, Cancelled
-from router.http.api import OPENAI, api_of
-from router.http.error_responses import error_response, internal_error
-from router.http.response_channel import ResponseChannel, channel_of
+from router.http.api import OPENAI, api_of, error_response, internal_error
+from router.http.protocol import ResponseChannel, channel_of
 from router.request_metrics import Track
 from router.streaming.token_sink import TokenSink
 

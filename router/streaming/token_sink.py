@@ -75,7 +75,7 @@ class EventFrame(Protocol):
 
     @property
     def state(self) -> ctypes.Structure:
-        """`router.http.response_channel.WriteState`."""
+        """`router.http.protocol.WriteState`."""
         ...
 
     def make_clear(self) -> bool:

@@ -18,11 +18,9 @@ from protos.errors import InvalidRequest, Misconfigured, NotFound, Unavailable
 from router.database.database import RejectedValue
 from router.database.postgres import PostgresDatabase
 from router.database.sqlite import SqliteDatabase
-from router.files.batch_storage import BatchStorage, open_storage
+from router.files.batch_storage import BatchStorage, open_storage, prepare
 from router.files.batches import LeaseLost
-from router.files.contents import ABANDONED_S, FileContents, FolderContents
-from router.files.database_contents import PART_BYTES, DatabaseContents
-from router.files.file_tables import prepare
+from router.files.contents import ABANDONED_S, PART_BYTES, DatabaseContents, FileContents, FolderContents
 from router.files.records import LineResult, PageAsked, StoredBatch, StoredFile
 from router.files.s3_contents import S3Contents
 from router.router_config import BatchConfig, RouterConfig

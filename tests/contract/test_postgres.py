@@ -16,7 +16,7 @@ from cluster.gateway.model_backend import open_ledger
 from protos.errors import InvalidRequest, Misconfigured, Unavailable
 from router.batches.open_batches import storage_for
 from router.database.postgres import PostgresDatabase, shown
-from router.files.file_tables import prepare
+from router.files.batch_storage import prepare
 from router.observe.ledger.ledger_report import sums
 from router.observe.ledger.ledger_tables import ledger_database
 from router.router_config import LedgerConfig, RouterConfig

@@ -25,7 +25,7 @@ from router.faces.anthropic.messages_body import (
 from router.faces.conversation.parts import Ignored, listed_tools, missing, not_text, placed, text_part, wrong
 from router.faces.conversation.tooling import AnswerSchema, Tooling, ToolUse, check_callable, tooling_of
 from router.gateway import Gateway
-from router.http.body_validation import OpenBody, OtherPart
+from router.http.body import OpenBody, OtherPart
 from router.text.chat_template import joined
 
 _NO_TEXT = ("image", "video", "audio", "base64", "url", "file")

@@ -12,18 +12,18 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from protos.errors import BatonError, ContextLengthExceeded, Overloaded, RateLimited, Unavailable
 from protos.values import FinishReason
 from router.faces.anthropic.message_blocks import conversation_of, is_prefilled, messages_tooling
 from router.faces.anthropic.messages_body import MessagesBody, PromptBody, ThinkingConfig
 from router.faces.conversation.parts import Ignored
 from router.faces.conversation.rendering import Events, TurnRenderer, send
-from router.faces.conversation.thinking import Thinking, knows_effort, thinking_options
 from router.faces.conversation.tooling import Tooling, call_input
-from router.faces.conversation.turn import ConversationTurn
+from router.faces.conversation.turn import ConversationTurn, Thinking, knows_effort, thinking_options
+from router.faces.endpoint import Endpoint, Face
 from router.gateway import Gateway
+from router.http.api import Api, json_response, named_event, retry_after
 from router.http.body import read_body, with_bound
-from router.http.error_responses import json_response
-from router.http.framing import named_event
 from router.http.middleware import track_of
 from router.http.sse import EventStream
 from router.text.sampling_request import SamplingRequest, TextRequest
@@ -208,3 +208,59 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }
+
+
+OVERLOADED = 529
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+
+
+def error_status(error: BatonError) -> int:
+    """429 is for a tenant's own limits; where the server has no room, this API has 529."""
+    if isinstance(error, Unavailable) or (isinstance(error, Overloaded) and not isinstance(error, RateLimited)):
+        return OVERLOADED
+    return error.http_status
+
+
+def error_body(error: BatonError) -> dict[str, Any]:
+    """Writes an error as this API does. Its clients shorten a conversation when they read "prompt is too long"."""
+    status = error_status(error)
+    kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    message = f"prompt is too long: {error.message}" if isinstance(error, ContextLengthExceeded) else error.message
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+ANTHROPIC = Api(
+    name="anthropic",
+    paths=("/v1/messages",),
+    error_body=error_body,
+    error_event=lambda error: named_event({"type": "error", "error": error_body(error)["error"] | retry_after(error)}),
+    error_status=error_status,
+    keep_alive=named_event({"type": "ping"}),
+    id_header=b"request-id",
+    key_header=b"x-api-key",
+    mark=b"anthropic-version",
+)
+
+ANTHROPIC_FACE = Face(
+    api=ANTHROPIC,
+    endpoints=(
+        Endpoint(
+            "POST", "/v1/messages", messages,
+            "An answer to a conversation, whole or as events, in the form of Anthropic's Messages API",
+            track="messages", body=MessagesBody,
+        ),
+        Endpoint(
+            "POST", "/v1/messages/count_tokens", count_tokens, "How many tokens a conversation has", body=PromptBody
+        ),
+    ),
+)  # fmt: skip

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.faces.conversation.functions import MAX_TOOLS, TOOLS, FunctionSpec, Parameters, parameters_field
-from router.http.body_validation import ByKind, FirstWrong, OpenBody, OtherPart, Schema, at_most, ranged
+from router.faces.conversation.tooling import MAX_TOOLS, TOOLS, FunctionSpec, Parameters, parameters_field
+from router.http.body import ByKind, FirstWrong, OpenBody, OtherPart, Schema, at_most, ranged
 from router.text.sampling_request import MAX_STOP_CHARS, MAX_STOPS, SamplingRequest
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from protos.errors import InvalidRequest, UnsupportedParameter
-from router.http.body import shown
-from router.http.body_validation import OpenBody, OtherPart
+from router.http.body import OpenBody, OtherPart, shown
 
 IGNORED = "x-baton-ignored"
 MAX_IGNORED = 32  # names in the header

@@ -19,8 +19,8 @@ from protos.values import FinishReason
 from router.faces.conversation.parts import Ignored
 from router.faces.conversation.tooling import AnswerReader, ReasoningDelta, Tooling
 from router.gateway import Gateway
-from router.http.error_responses import json_response
-from router.http.response_channel import ResponseChannel
+from router.http.api import json_response
+from router.http.protocol import ResponseChannel
 from router.http.sse import EventStream, SseWriter, while_connected
 from router.request_metrics import Track
 from router.text.sampling_request import TextRequest

@@ -13,7 +13,7 @@ from pydantic import Field
 from protos.errors import InvalidRequest
 from protos.values import MAX_DRAFTS, SPECULATION_SOURCES, SpeculationParams
 from router.gateway import Gateway
-from router.http.body_validation import Body, FirstWrong, at_most
+from router.http.body import Body, FirstWrong, at_most
 
 _SOURCES = ", ".join(SPECULATION_SOURCES)
 

@@ -27,7 +27,7 @@ from router.auth.tenants import Tenant
 from router.faces.conversation.speculating import with_prediction
 from router.gateway import Gateway
 from router.http.access_log import is_logged, log_access
-from router.http.body_validation import read_json, shallow
+from router.http.body import read_json, shallow
 from router.http.middleware import REQUEST_ID, request_name
 from router.http.sse import StallWatch
 from router.request_metrics import Arrival, Track, arrival

@@ -13,9 +13,8 @@ from router.faces.conversation.parts import Ignored
 from router.faces.ollama.model_lists import gateway_of
 from router.faces.openai.embeddings import MAX_DIMENSIONS, Vector, vectors_of
 from router.gateway import Gateway
-from router.http.body import read_body, with_bound
-from router.http.body_validation import FirstWrong, OpenBody
-from router.http.error_responses import json_response
+from router.http.api import json_response
+from router.http.body import FirstWrong, OpenBody, read_body, with_bound
 from router.http.middleware import track_of
 from router.http.sse import while_connected
 from router.request_metrics import Track

@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.faces.ollama.ollama_bodies import OllamaShowBody
-from router.faces.openai.model_routes import stored_as
+from router.faces.openai.openai_api import stored_as
 from router.gateway import Gateway
+from router.http.api import json_response
 from router.http.body import read_body
-from router.http.error_responses import json_response
 from router.request_metrics import Track
 
 SPOKEN_VERSION = "0.12.0"

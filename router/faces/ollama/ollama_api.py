@@ -11,8 +11,7 @@ from router.faces.ollama.answers import chat, generate
 from router.faces.ollama.embed import OllamaEmbedBody, OllamaEmbeddingsBody, ollama_vector, ollama_vectors
 from router.faces.ollama.model_lists import loaded, show, spoken_version, tags
 from router.faces.ollama.ollama_bodies import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
-from router.http.api import Api, retry_after
-from router.http.framing import json_line
+from router.http.api import Api, json_line, retry_after
 
 
 def error_body(error: BatonError) -> dict[str, Any]:

@@ -8,10 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from protos.errors import InvalidRequest
-from router.faces.conversation.functions import MAX_TOOLS, TOOLS, FunctionSpec
-from router.faces.conversation.tooling import AnswerSchema
-from router.http.body_validation import FirstWrong, OpenBody, Schema, at_most, ranged
-from router.http.harmless import Harmless, never, one_of
+from router.faces.conversation.tooling import MAX_TOOLS, TOOLS, AnswerSchema, FunctionSpec
+from router.http.body import FirstWrong, Harmless, OpenBody, Schema, at_most, never, one_of, ranged
 from router.text.sampling_request import MAX_STOP_CHARS, MAX_STOPS, SamplingRequest
 
 

@@ -13,15 +13,21 @@ from starlette.responses import Response
 from protos.errors import UnsupportedParameter
 from router.faces.conversation.rendering import Renderer, send
 from router.faces.conversation.speculating import speculation_params
-from router.faces.conversation.thinking import Thinking, knows_effort, thinking_options
-from router.faces.conversation.turn import ConversationTurn
-from router.faces.openai.logprob_shapes import chat_logprobs, prompt_logprobs
+from router.faces.conversation.turn import ConversationTurn, Thinking, knows_effort, thinking_options
+from router.faces.openai.logprob_shapes import (
+    DONE,
+    chat_logprobs,
+    progress_body,
+    prompt_logprobs,
+    reasoning_fields,
+    reply_head,
+    usage_body,
+)
 from router.faces.openai.openai_bodies import ChatBody
-from router.faces.openai.reply import DONE, progress_body, reasoning_fields, reply_head, usage_body
 from router.faces.openai.tool_calls import Calls, calls_of, chat_tooling, message_of
 from router.gateway import Gateway
+from router.http.api import event
 from router.http.body import read_body, with_bound
-from router.http.framing import event
 from router.http.middleware import track_of
 from router.http.sse import EventStream
 from router.text.sampling_request import TextRequest

@@ -15,12 +15,18 @@ from starlette.responses import Response
 from protos.values import Logprobs
 from router.faces.conversation.rendering import Renderer, send
 from router.faces.conversation.speculating import speculation_params
-from router.faces.openai.logprob_shapes import CompletionLogprobs, prompt_logprobs
+from router.faces.openai.logprob_shapes import (
+    DONE,
+    CompletionLogprobs,
+    progress_body,
+    prompt_logprobs,
+    reply_head,
+    usage_body,
+)
 from router.faces.openai.openai_bodies import CompletionBody
-from router.faces.openai.reply import DONE, progress_body, reply_head, usage_body
 from router.gateway import Gateway
+from router.http.api import event
 from router.http.body import read_body, with_bound
-from router.http.framing import event
 from router.http.middleware import name_of, tenant_of, track_of
 from router.http.sse import EventStream
 from router.text.detokenizer import Detokenizer

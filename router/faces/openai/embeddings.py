@@ -15,9 +15,8 @@ from starlette.responses import Response
 from protos.errors import InvalidRequest
 from router.faces.openai.completions import prompts_of
 from router.gateway import Gateway
-from router.http.body import read_body, with_bound
-from router.http.body_validation import Body, FirstWrong, ranged
-from router.http.error_responses import json_response
+from router.http.api import json_response
+from router.http.body import Body, FirstWrong, ranged, read_body, with_bound
 from router.http.middleware import name_of, tenant_of, track_of
 from router.http.sse import while_connected
 from router.request_metrics import Track

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from protos.errors import InvalidRequest
 from router.faces.conversation.tooling import AnswerSchema
-from router.http.body_validation import MAX_DEPTH, Body, FirstWrong, Schema, at_most, read_json
+from router.http.body import MAX_DEPTH, Body, FirstWrong, Schema, at_most, read_json
 from router.text.grammar.structure import MAX_CHOICES, choice_grammar, json_grammar, lark_grammar, regex_grammar
 
 _SCHEMA = f"a JSON Schema: an object nested at most {MAX_DEPTH} deep"

@@ -8,8 +8,7 @@ from typing import Any
 from protos.errors import InvalidRequest
 from protos.values import FinishReason
 from router.faces.conversation.tooling import AnswerReader, ReasoningDelta, Tooling, ToolUse, tooling_of
-from router.faces.openai.openai_bodies import ChatBody
-from router.faces.openai.tools import AllowedTools, NamedTool
+from router.faces.openai.openai_bodies import AllowedTools, ChatBody, NamedTool
 from router.gateway import Gateway
 from router.text.text_stream import TextDelta
 from router.text.tools.calls import Part

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from router.http.harmless import Harmless, never, one_of
+from router.http.body import Harmless, never, one_of
 
 _TEXT_ONLY = "models answer in text here"
 _TOOLS = "it is deprecated: use tools and tool_choice"

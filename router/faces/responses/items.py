@@ -28,7 +28,7 @@ from router.faces.responses.responses_body import (
     ToolsByName,
 )
 from router.gateway import Gateway
-from router.http.body_validation import OtherPart, read_json
+from router.http.body import OtherPart, read_json
 
 _KIND = re.compile(r"[a-z_0-9]{1,64}", re.ASCII)
 

@@ -23,17 +23,14 @@ from protos.errors import BatonError, ContextLengthExceeded, Overloaded
 from protos.values import FinishReason
 from router.faces.conversation.parts import Ignored
 from router.faces.conversation.rendering import Events, TurnRenderer, send
-from router.faces.conversation.thinking import Thinking, knows_effort, thinking_options
 from router.faces.conversation.tooling import Tooling
-from router.faces.conversation.turn import ConversationTurn
+from router.faces.conversation.turn import ConversationTurn, Thinking, knows_effort, thinking_options
 from router.faces.endpoint import Endpoint, Face
 from router.faces.responses.items import conversation_of, responses_tooling
 from router.faces.responses.responses_body import InputBody, ResponsesBody
 from router.gateway import Gateway
-from router.http.api import retry_after
+from router.http.api import json_response, named_event, retry_after
 from router.http.body import read_body, with_bound
-from router.http.error_responses import json_response
-from router.http.framing import named_event
 from router.http.middleware import track_of
 from router.http.sse import EventStream
 from router.text.sampling_request import SamplingRequest, TextRequest

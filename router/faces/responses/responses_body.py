@@ -8,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from protos.errors import InvalidRequest
-from router.faces.conversation.functions import MAX_TOOLS, TOOLS, FunctionSpec
-from router.http.body_validation import ByKind, FirstWrong, OpenBody, OtherPart, Schema, at_most, ranged
-from router.http.harmless import Harmless, never, one_of
+from router.faces.conversation.tooling import MAX_TOOLS, TOOLS, FunctionSpec
+from router.http.body import ByKind, FirstWrong, Harmless, OpenBody, OtherPart, Schema, at_most, never, one_of, ranged
 from router.text.sampling_request import SamplingRequest
 
 _STORED = "nothing is stored here; send the whole input with each request"

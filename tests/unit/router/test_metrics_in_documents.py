@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from router.auth.auth import AccessControl
-from router.batches.batch_metrics import BatchMetrics
+from router.batches.batch_runner import BatchMetrics
 from router.build_router import build_router
 from router.prefix.feed import Feed
 from router.prefix.memory_index import MemoryPrefixIndex

@@ -17,7 +17,7 @@ from anthropic.types.messages import MessageBatch
 
 from protos.errors import InvalidRequest
 from router.app import create_models_app
-from router.batches.requests_reader import RequestsReader
+from router.batches.message_batch_routes import RequestsReader
 from tests.unit.router.batches.batching import Batching
 from tests.unit.router.scripted import Script, saying, serving, serving_app, with_card
 from tests.unit.router.sdk_types import read_as

@@ -16,8 +16,7 @@ from starlette.routing import Route
 from protos.errors import BatonError, Overloaded
 from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
-from router.http.api import OPENAI, Api
-from router.http.framing import named_event
+from router.http.api import OPENAI, Api, named_event
 from router.http.middleware import Gate, RequestId, received_body
 from router.http.sse import EventStream
 from router.request_metrics import RequestMetrics

@@ -12,8 +12,7 @@ import httpx
 import pytest
 import uvloop
 
-from router.http.protocol import HttpProtocol
-from router.http.response_channel import CorkedTransport, ResponseChannel
+from router.http.protocol import CorkedTransport, HttpProtocol, ResponseChannel
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
 

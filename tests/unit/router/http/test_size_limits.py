@@ -12,7 +12,7 @@ import pytest
 
 from router.gateway import Gateway
 from router.http import body as bodies
-from router.http.size_limits import MAX_PIECES
+from router.http.body import MAX_PIECES
 from router.text.model_card import ModelCard
 from router.text.sampling_request import MAX_CHOICES
 from tests.unit.router.scripted import Scripted, make_gateway, saying, serving, with_card

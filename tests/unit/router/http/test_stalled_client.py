@@ -14,8 +14,7 @@ import uvloop
 from uvicorn.server import ServerState
 
 from protos.errors import Cancelled
-from router.http.protocol import HttpProtocol
-from router.http.response_channel import ResponseChannel
+from router.http.protocol import HttpProtocol, ResponseChannel
 from router.http.sse import EventStream
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -12,7 +12,7 @@ import pytest
 from router.fleet.member import WorkerState
 from router.fleet.worker_client import Updates
 from router.http.pace import Pace
-from router.http.response_channel import ResponseChannel, WriteState
+from router.http.protocol import ResponseChannel, WriteState
 from router.http.sse import ChoiceEvents, EventStream, SseWriter
 from router.streaming.itl_histogram import ChoiceTimes, ItlHistogram
 from router.streaming.token_sink import TokenSink, compiled

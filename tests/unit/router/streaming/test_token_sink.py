@@ -14,7 +14,7 @@ import pytest
 from protos.values import FinishReason, SequenceUpdate
 from router.fleet.worker_client import Updates
 from router.http.pace import Pace
-from router.http.response_channel import WriteState
+from router.http.protocol import WriteState
 from router.streaming.itl_histogram import ChoiceTimes, ItlHistogram
 from router.streaming.token_sink import REPORT_S, SinkTable, TokenSink, compiled
 from router.text.vocabulary import TokenColumns

@@ -14,8 +14,7 @@ from protos.errors import InvalidRequest, UnsupportedParameter
 from router.faces.openai.openai_bodies import ChatBody, CompletionBody
 from router.faces.openai.unsupported_params import CHAT_REFUSALS, COMPLETION_REFUSALS
 from router.http import body
-from router.http.body import parse_body
-from router.http.body_validation import Body
+from router.http.body import Body, parse_body
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "m", "prompt": "hello"}
