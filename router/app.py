@@ -230,11 +230,11 @@ class _Answers:
         if endpoint.key == "admin":
             gateway.access.check_admin(request.headers.get("authorization"))
         if not endpoint.track:
-            await (await endpoint.serve(gateway, request))(scope, receive, send)
+            await (await endpoint.answer(gateway, request))(scope, receive, send)
             return
         track = scope["state"]["track"] = gateway.metrics.track(endpoint.track)
         try:
-            response = await endpoint.serve(gateway, request)
+            response = await endpoint.answer(gateway, request)
         except BaseException as error:
             track.finish(error)
             raise

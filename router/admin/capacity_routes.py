@@ -21,7 +21,7 @@ from protos.values import WorkerRole
 from router.fleet_owner import FleetOrder, OrderKind
 from router.gateway import Gateway
 from router.http.api import json_response
-from router.http.body import Body, read_body
+from router.http.body import Body
 from router.jobs import AdapterReport
 
 MAX_TEXT_CHARS = 300
@@ -73,9 +73,8 @@ async def capacity(gateway: Gateway, request: Request) -> Response:
     return json_response(msgspec.to_builtins(await gateway.fleet_owner.view()))
 
 
-async def order(gateway: Gateway, request: Request) -> Response:
+async def order(gateway: Gateway, _: Request, body: CapacityBody) -> Response:
     """Answers once the change is recorded, before it is reached."""
-    body = await read_body(request, CapacityBody, gateway.card)
     change = await gateway.fleet_owner.order(await _with_files(body.order(), gateway))
     return json_response(msgspec.to_builtins(change), status=202)
 
@@ -107,9 +106,8 @@ async def list_adapters(gateway: Gateway, request: Request) -> Response:
     return json_response({"adapters": _rows(gateway)})
 
 
-async def load(gateway: Gateway, request: Request) -> Response:
+async def load(gateway: Gateway, _: Request, body: AdapterBody) -> Response:
     """Answers once the workers have the adapter."""
-    body = await read_body(request, AdapterBody, gateway.card)
     gateway.check_adapter_name(body.name)
     return _report(body.name, await gateway.fleet.load_adapter(body.name, body.path))
 

@@ -35,7 +35,7 @@ from router.faces.endpoint import Endpoint, Face, Schema, query_parameter
 from router.files.records import ENDED, UPLOADED, WINDOW, WINDOWS, StoredBatch, new_id
 from router.gateway import Gateway
 from router.http.api import json_response
-from router.http.body import Body, read_body, read_json
+from router.http.body import Body, read_json
 from router.http.middleware import tenant_of
 
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -75,9 +75,8 @@ class BatchBody(Body):
         return 3600.0 * int(self.completion_window[:-1])
 
 
-async def create_batch(gateway: Gateway, request: Request) -> Response:
-    storage = storage_of(gateway)
-    body, tenant = await read_body(request, BatchBody, gateway.card), tenant_of(request).name
+async def create_batch(gateway: Gateway, request: Request, body: BatchBody) -> Response:
+    storage, tenant = storage_of(gateway), tenant_of(request).name
     try:
         file = await asyncio.to_thread(storage.files.find, tenant, body.input_file_id)
     except NotFound as error:

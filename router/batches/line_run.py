@@ -32,14 +32,14 @@ from router.traces.request_trace import RequestTraces
 log = logging.getLogger("baton.batches")
 
 SERVED: Mapping[str, Serve] = {
-    endpoint.path: endpoint.serve
+    endpoint.path: endpoint.answer
     for face in (OPENAI_FACE, RESPONSES_FACE)
     for endpoint in face.endpoints
     if endpoint.track
 }
 """Endpoints of OpenAI's batches."""
 MESSAGES = "/v1/messages"
-_ROUTES = {endpoint.path: endpoint.serve for endpoint in ANTHROPIC_FACE.endpoints} | dict(SERVED)
+_ROUTES = {endpoint.path: endpoint.answer for endpoint in ANTHROPIC_FACE.endpoints} | dict(SERVED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from router.gateway import Gateway
-from router.http.api import OPENAI, Api
-from router.http.body import Body
+from router.http.api import OPENAI, Api, api_of
+from router.http.body import Body, read_body
 
 Schema = dict[str, Any]
-Serve = Callable[[Gateway, Request], Awaitable[ASGIApp]]
+Serve = Callable[..., Awaitable[ASGIApp]]
+"""Called with the gateway and the request; for a checked body, with the gateway of its model, the request and that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Endpoint:
 
     - `track`: its name in metrics, spans and the ledger; "" if it generates nothing
     - `key`: whose key it needs; "": none
-    - `is_upload`: its body may be as large as a file
+    - `is_upload`: its body may be as large as a file, and is read by `serve` itself
     - `body`, `form`, `query`: the request, for /openapi.json
     """
 
@@ -38,6 +39,20 @@ class Endpoint:
     body: type[Body] | None = None
     form: type[Body] | None = None
     query: Sequence[Schema] = ()
+
+    async def answer(self, gateway: Gateway, request: Request) -> ASGIApp:
+        """Raises what `serve` and `read_body` raise, and UnknownModel."""
+        if self.body is None or self.is_upload:
+            return await self.serve(gateway, request)
+        body: Any = await read_body(request, self.body, gateway.widest)
+        if self.key == "client" and "model" in self.body.model_fields:
+            name, tag = body.model, api_of(request.scope).model_tag
+            if name is None:
+                name = gateway.card.name
+            elif tag and not gateway.serves(name):
+                name = name.removesuffix(tag)
+            gateway = gateway.serving(name, request.scope["state"].get("track"))
+        return await self.serve(gateway, request, body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,7 @@ class Api:
     - `id_header`: also has the request's id, beside `x-baton-request-id`; empty: no other
     - `key_header`: may have the API key, where there is no `Authorization`; empty: no other
     - `mark`: a header that its clients send, also to paths of OpenAI's; empty: they have none
+    - `model_tag`: its clients add this to a model's name without a tag
     """
 
     name: str
@@ -72,6 +73,7 @@ class Api:
     id_header: bytes = b""
     key_header: bytes = b""
     mark: bytes = b""
+    model_tag: str = ""
 
 
 OPENAI = Api(

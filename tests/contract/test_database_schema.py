@@ -12,7 +12,7 @@ import pytest
 
 from protos.errors import Misconfigured
 from router.database.database import Database
-from router.files import file_tables
+from router.files import batch_storage
 from router.files.batch_storage import open_storage
 from router.observe.ledger import ledger_tables
 from router.observe.ledger.ledger_store import LedgerStore
@@ -33,7 +33,7 @@ def batches(where: Path, url: str) -> Database:
     ("opened", "schema", "setting"),
     [
         (ledger, f"{ledger_tables.__name__}.SCHEMA", "router.ledger.path"),
-        (batches, f"{file_tables.__name__}.SCHEMA", "router.batch.folder"),
+        (batches, f"{batch_storage.__name__}.SCHEMA", "router.batch.folder"),
     ],
 )
 def test_tables_of_a_later_version_are_refused(
@@ -60,7 +60,7 @@ def test_an_earlier_version_that_runs_goes_on_beside_a_later_one(
     where = database_url or tmp_path / "ledger.db"
     earlier = LedgerStore(ledger_database(where))
     storage = open_storage(tmp_path, max_file_bytes=1 << 20, max_lines=100, database_url=database_url)
-    for tables in (ledger_tables, file_tables):
+    for tables in (ledger_tables, batch_storage):
         monkeypatch.setattr(tables, "SCHEMA", 2)
     with closing(ledger(tmp_path, database_url)) as later, later.writing() as transaction:
         transaction.run("ALTER TABLE requests ADD COLUMN region TEXT NOT NULL DEFAULT ''")

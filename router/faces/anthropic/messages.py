@@ -23,8 +23,6 @@ from router.faces.conversation.turn import ConversationTurn, Thinking, knows_eff
 from router.faces.endpoint import Endpoint, Face
 from router.gateway import Gateway
 from router.http.api import Api, json_response, named_event, retry_after
-from router.http.body import read_body, with_bound
-from router.http.middleware import track_of
 from router.http.sse import EventStream
 from router.text.sampling_request import SamplingRequest, TextRequest
 from router.text.text_stream import TextDelta, Usage
@@ -34,20 +32,15 @@ from router.text.tools.formats import new_call_id
 _PING = {"type": "ping"}
 
 
-async def messages(gateway: Gateway, request: Request) -> Response | EventStream:
-    track = track_of(request)
-    body = await read_body(request, MessagesBody, gateway.widest)
-    gateway = gateway.serving(body.model, track)
+async def messages(gateway: Gateway, request: Request, body: MessagesBody) -> Response | EventStream:
     ignored = Ignored()
-    turn = _turn(gateway, body, with_bound(body.sampling(), request), ignored)
-    ask = await turn.request(gateway, request, gateway.new_id("msg_"), cut=True)
+    turn = _turn(gateway, body, body.sampling(), ignored)
+    ask = await turn.request(gateway, request, "msg_", cut=True)
     renderer = _MessageRenderer(gateway, ask, turn.tooling, max_tokens=body.max_tokens)
-    return await send(renderer, request, track, stream=bool(body.stream), ignored=ignored)
+    return await send(renderer, request, stream=body.stream, ignored=ignored)
 
 
-async def count_tokens(gateway: Gateway, request: Request) -> Response:
-    body = await read_body(request, PromptBody, gateway.widest)
-    gateway = gateway.serving(body.model)
+async def count_tokens(gateway: Gateway, request: Request, body: PromptBody) -> Response:
     ignored = Ignored()
     ids = await _turn(gateway, body, SamplingRequest(), ignored).prompt(gateway, request)
     return json_response({"input_tokens": len(ids)}, headers=ignored.headers())

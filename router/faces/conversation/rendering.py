@@ -20,6 +20,7 @@ from router.faces.conversation.parts import Ignored
 from router.faces.conversation.tooling import AnswerReader, ReasoningDelta, Tooling
 from router.gateway import Gateway
 from router.http.api import json_response
+from router.http.middleware import track_of
 from router.http.protocol import ResponseChannel
 from router.http.sse import EventStream, SseWriter, while_connected
 from router.request_metrics import Track
@@ -135,9 +136,10 @@ class TurnRenderer(Renderer):
 
 
 async def send(
-    renderer: Renderer, request: Request, track: Track, *, stream: bool, ignored: Ignored | None = None
+    renderer: Renderer, request: Request, *, stream: bool | None, ignored: Ignored | None = None
 ) -> Response | EventStream:
     """Names in `ignored` go into a header. Raises Cancelled when the client goes away."""
+    track = track_of(request)
     if stream:
         return EventStream(
             partial(renderer.events, track),

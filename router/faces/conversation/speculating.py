@@ -6,6 +6,7 @@ prediction    {"type": "content", "content": "the text that most of the answer r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -14,6 +15,7 @@ from protos.errors import InvalidRequest
 from protos.values import MAX_DRAFTS, SPECULATION_SOURCES, SpeculationParams
 from router.gateway import Gateway
 from router.http.body import Body, FirstWrong, at_most
+from router.text.sampling_request import SamplingRequest
 
 _SOURCES = ", ".join(SPECULATION_SOURCES)
 
@@ -56,12 +58,14 @@ class PredictionBody(Body):
         return self.content if isinstance(self.content, str) else "".join([part.text for part in self.content])
 
 
-async def speculation_params(
-    gateway: Gateway, speculation: SpeculationBody | None, prediction: PredictionBody | None
-) -> SpeculationParams:
+async def with_speculation(
+    gateway: Gateway, sampling: SamplingRequest, speculation: SpeculationBody | None, prediction: PredictionBody | None
+) -> SamplingRequest:
     """Raises InvalidRequest for a prediction longer than the model's context."""
-    params = speculation.to_params() if speculation is not None else SpeculationParams()
-    return params if prediction is None else await with_prediction(gateway, params, prediction.text)
+    params = speculation.to_params() if speculation is not None else sampling.speculation
+    if prediction is not None:
+        params = await with_prediction(gateway, params, prediction.text)
+    return sampling if params is sampling.speculation else replace(sampling, speculation=params)
 
 
 async def with_prediction(gateway: Gateway, params: SpeculationParams, text: str) -> SpeculationParams:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from protos.codec import Value
 from router.faces.conversation.tooling import Tooling
 from router.gateway import Gateway
+from router.http.body import with_bound
 from router.http.middleware import name_of, tenant_of
 from router.text.chat_template import Message
 from router.text.reasoning import AnswerReasoning
@@ -94,13 +95,13 @@ class ConversationTurn:
         self,
         gateway: Gateway,
         http: Request,
-        request_id: str,
+        prefix: str,
         *,
         prompt: tuple[int, ...] | None = None,
         cut: bool = False,
     ) -> TextRequest:
-        """Returns the jobs. `prompt` replaces that of the messages. `cut`: max_tokens is cut to what the context
-        holds. Raises InvalidRequest."""
+        """Returns the jobs. `prefix` begins the answer's id. `prompt` replaces that of the messages. `cut`: max_tokens
+        is cut to what the context holds. Raises InvalidRequest."""
         sampling, tooling, is_raw = self.sampling, self.tooling, prompt is not None
         if tooling.grammar:
             await gateway.texts.grammars.check(tooling.grammar, param=tooling.param)
@@ -124,15 +125,34 @@ class ConversationTurn:
                     ends |= frozenset(gateway.texts.tool_tokens.values())
                 bound = gateway.texts.reasoning.grammar(sampling.grammar, phase, ends, has_header=has_header)
                 sampling = replace(sampling, grammar=bound)
-        return make_text_request(
+        return text_request(
+            gateway,
+            http,
+            prefix,
             sampling,
             [prompt],
-            gateway.card,
-            request_id=request_id,
-            group_id=name_of(http),
-            tenant=tenant_of(http),
             default_max_tokens=None,
             reasoning=reasoning,
             visible_tokens=frozenset(gateway.texts.tool_tokens.values()) if tooling.form is not None else frozenset(),
             new_calls=partial(reader_of, tooling.form, tooling.functions) if tooling.form is not None else None,
         )
+
+
+def text_request(
+    gateway: Gateway,
+    http: Request,
+    prefix: str,
+    sampling: SamplingRequest,
+    prompts: Sequence[tuple[int, ...]],
+    **more: Any,
+) -> TextRequest:
+    """The jobs of an HTTP request. `prefix` begins the answer's id. Raises InvalidRequest."""
+    return make_text_request(
+        with_bound(sampling, http),
+        prompts,
+        gateway.card,
+        request_id=gateway.new_id(prefix),
+        group_id=name_of(http),
+        tenant=tenant_of(http),
+        **more,
+    )

@@ -16,16 +16,14 @@ from protos.values import FinishReason
 from router.faces.conversation.parts import Ignored, placed
 from router.faces.conversation.rendering import Events, TurnRenderer, send
 from router.faces.conversation.tooling import Tooling, ToolUse, call_input, tooling_of
-from router.faces.conversation.turn import ConversationTurn, Thinking, knows_effort, thinking_options
-from router.faces.ollama.model_lists import gateway_of
+from router.faces.conversation.turn import ConversationTurn, Thinking, knows_effort, text_request, thinking_options
 from router.faces.ollama.ollama_bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from router.gateway import Gateway
 from router.http.api import json_line, json_response
-from router.http.body import read_body, with_bound
-from router.http.middleware import tenant_of, track_of
+from router.http.middleware import track_of
 from router.http.sse import EventStream
 from router.request_metrics import Track
-from router.text.sampling_request import TextRequest, make_text_request
+from router.text.sampling_request import TextRequest
 from router.text.text_stream import TextDelta, Usage
 from router.text.tools.calls import CallDelta
 
@@ -34,36 +32,22 @@ MakeFields = Callable[[str, list[Line], str], Line]
 """The fields of an answer's line for a text, calls and reasoning."""
 
 
-async def chat(gateway: Gateway, request: Request) -> Response | EventStream:
-    track = track_of(request)
-    body = await read_body(request, OllamaChatBody, gateway.widest)
-    gateway = gateway_of(gateway, body.model, track)
-    turn = _turn(gateway, request, body, conversation_of(body), "messages")
-    if not body.messages:
-        return _loaded(gateway, request, turn, _message)
-    ask = await turn.request(gateway, request, gateway.new_id("ollama"), cut=True)
-    return await _answer(gateway, request, track, body, ask, turn.tooling, _message)
+async def chat(gateway: Gateway, request: Request, body: OllamaChatBody) -> Response | EventStream:
+    turn = _turn(gateway, body, conversation_of(body), "messages")
+    return await _answer(gateway, request, body, turn, _message, loads=not body.messages)
 
 
-async def generate(gateway: Gateway, request: Request) -> Response | EventStream:
-    track = track_of(request)
-    body = await read_body(request, OllamaGenerateBody, gateway.widest)
-    gateway = gateway_of(gateway, body.model, track)
-    turn = _turn(gateway, request, body, prompt_of(body), "prompt")
-    if not body.prompt:
-        return _loaded(gateway, request, turn, _response)
-    prompt = None
-    if body.raw:  # read as /v1/completions reads it
+async def generate(gateway: Gateway, request: Request, body: OllamaGenerateBody) -> Response | EventStream:
+    turn, prompt = _turn(gateway, body, prompt_of(body), "prompt"), None
+    if body.raw and body.prompt:  # read as /v1/completions reads it
         [prompt] = await gateway.texts.encode([body.prompt])
-    ask = await turn.request(gateway, request, gateway.new_id("ollama"), prompt=prompt, cut=True)
-    return await _answer(gateway, request, track, body, ask, turn.tooling, _response)
+    return await _answer(gateway, request, body, turn, _response, loads=not body.prompt, prompt=prompt)
 
 
-def _turn(gateway: Gateway, request: Request, body: OllamaBody, messages: list[Line], prompt: str) -> ConversationTurn:
-    sampling = with_bound(body.sampling(prompt), request)
+def _turn(gateway: Gateway, body: OllamaBody, messages: list[Line], prompt: str) -> ConversationTurn:
     return ConversationTurn(
         messages=messages,
-        sampling=sampling,
+        sampling=body.sampling(prompt),
         tooling=ollama_tooling(body, gateway),
         options=thinking_options(gateway, _thinking(gateway, body)),
         shows_reasoning=body.think is not False,
@@ -77,30 +61,29 @@ def _thinking(gateway: Gateway, body: OllamaBody) -> Thinking:
     return Thinking(is_on=body.think) if isinstance(body.think, bool) else Thinking(effort=body.think)
 
 
-def _loaded(gateway: Gateway, request: Request, turn: ConversationTurn, fields: MakeFields) -> Response:
-    """Answers a request to load the model, which is loaded. Raises InvalidRequest for parameters that an answer could
-    not have."""
-    sampling = replace(turn.sampling, max_tokens=None)
-    make_text_request(sampling, [(0,)], gateway.card, request_id="", tenant=tenant_of(request))
-    return json_response(_head(gateway) | fields("", [], "") | {"done_reason": "load", "done": True})
-
-
 async def _answer(
     gateway: Gateway,
     request: Request,
-    track: Track,
     body: OllamaBody,
-    ask: TextRequest,
-    tooling: Tooling,
+    turn: ConversationTurn,
     fields: MakeFields,
+    *,
+    loads: bool,
+    prompt: tuple[int, ...] | None = None,
 ) -> Response | EventStream:
+    """A client that only `loads` the model has an answer at once, or InvalidRequest for parameters that no answer could
+    have."""
+    if loads:
+        text_request(gateway, request, "ollama", replace(turn.sampling, max_tokens=None), [(0,)])
+        return json_response(_head(gateway) | fields("", [], "") | {"done_reason": "load", "done": True})
+    ask = await turn.request(gateway, request, "ollama", prompt=prompt, cut=True)
     ignored = Ignored()
     ignored.add_unlisted(body.options, "options.")
     ignored.add_unlisted(body)
     if body.think and gateway.texts.reasoning is None:
         ignored.add("think")
-    renderer = _OllamaRenderer(gateway, ask, tooling, track, fields)
-    return await send(renderer, request, track, stream=body.stream is not False, ignored=ignored)
+    renderer = _OllamaRenderer(gateway, ask, turn.tooling, track_of(request), fields)
+    return await send(renderer, request, stream=body.stream is not False, ignored=ignored)
 
 
 class _OllamaRenderer(TurnRenderer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +11,7 @@ from starlette.responses import Response
 
 from protos.errors import UnsupportedParameter
 from router.faces.conversation.rendering import Renderer, send
-from router.faces.conversation.speculating import speculation_params
+from router.faces.conversation.speculating import with_speculation
 from router.faces.conversation.turn import ConversationTurn, Thinking, knows_effort, thinking_options
 from router.faces.openai.logprob_shapes import (
     DONE,
@@ -27,21 +26,13 @@ from router.faces.openai.openai_bodies import ChatBody
 from router.faces.openai.tool_calls import Calls, calls_of, chat_tooling, message_of
 from router.gateway import Gateway
 from router.http.api import event
-from router.http.body import read_body, with_bound
-from router.http.middleware import track_of
 from router.http.sse import EventStream
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import TextDelta, Usage
 
 
-async def chat_completions(gateway: Gateway, request: Request) -> Response | EventStream:
-    track = track_of(request)
-    body = await read_body(request, ChatBody, gateway.widest)
-    gateway = gateway.serving(body.model, track)
-    sampling = with_bound(body.asked(), request)
-    if body.speculation is not None or body.prediction is not None:
-        speculation = await speculation_params(gateway, body.speculation, body.prediction)
-        sampling = replace(sampling, speculation=speculation)
+async def chat_completions(gateway: Gateway, request: Request, body: ChatBody) -> Response | EventStream:
+    sampling = await with_speculation(gateway, body.asked(), body.speculation, body.prediction)
     tooling = chat_tooling(body, gateway)
     turn = ConversationTurn(
         messages=[message.to_template() for message in body.messages],
@@ -52,9 +43,8 @@ async def chat_completions(gateway: Gateway, request: Request) -> Response | Eve
         options=_options(gateway, body),
         shows_reasoning=body.include_reasoning is not False,
     )
-    ask = await turn.request(gateway, request, gateway.new_id("chatcmpl"))
-    renderer = _ChatRenderer(gateway, body, ask, calls_of(tooling))
-    return await send(renderer, request, track, stream=bool(body.stream))
+    ask = await turn.request(gateway, request, "chatcmpl")
+    return await send(_ChatRenderer(gateway, body, ask, calls_of(tooling)), request, stream=body.stream)
 
 
 def _options(gateway: Gateway, body: ChatBody) -> Mapping[str, Any] | None:

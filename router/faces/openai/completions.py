@@ -14,7 +14,8 @@ from starlette.responses import Response
 
 from protos.values import Logprobs
 from router.faces.conversation.rendering import Renderer, send
-from router.faces.conversation.speculating import speculation_params
+from router.faces.conversation.speculating import with_speculation
+from router.faces.conversation.turn import text_request
 from router.faces.openai.logprob_shapes import (
     DONE,
     CompletionLogprobs,
@@ -26,39 +27,23 @@ from router.faces.openai.logprob_shapes import (
 from router.faces.openai.openai_bodies import CompletionBody
 from router.gateway import Gateway
 from router.http.api import event
-from router.http.body import read_body, with_bound
-from router.http.middleware import name_of, tenant_of, track_of
 from router.http.sse import EventStream
 from router.text.detokenizer import Detokenizer
-from router.text.sampling_request import TextRequest, make_text_request
+from router.text.sampling_request import TextRequest
 from router.text.text_stream import TextDelta, Usage
 from router.text.tokenizer import Tokenizer
 
 
-async def completions(gateway: Gateway, request: Request) -> Response | EventStream:
-    track = track_of(request)
-    body = await read_body(request, CompletionBody, gateway.widest)
-    gateway = gateway.serving(body.model, track)
-    sampling = with_bound(body.asked(), request)
-    if body.speculation is not None or body.prediction is not None:
-        speculation = await speculation_params(gateway, body.speculation, body.prediction)
-        sampling = replace(sampling, speculation=speculation)
+async def completions(gateway: Gateway, request: Request, body: CompletionBody) -> Response | EventStream:
+    sampling = await with_speculation(gateway, body.asked(), body.speculation, body.prediction)
     if body.structured_outputs is not None:
         grammar = body.structured_outputs.to_grammar(compact=gateway.texts.config.disable_any_whitespace)
         await gateway.texts.grammars.check(grammar, param="structured_outputs")
         sampling = replace(sampling, grammar=grammar)
     special = {"add_special_tokens": body.add_special_tokens, "split_special_tokens": body.split_special_tokens}
     prompts = await prompts_of(gateway, body.prompt, **special)
-    ask = make_text_request(
-        sampling,
-        [prompt.ids for prompt in prompts],
-        gateway.card,
-        request_id=gateway.new_id("cmpl"),
-        group_id=name_of(request),
-        tenant=tenant_of(request),
-    )
-    renderer = _CompletionRenderer(gateway, body, ask, prompts)
-    return await send(renderer, request, track, stream=bool(body.stream))
+    ask = text_request(gateway, request, "cmpl", sampling, [prompt.ids for prompt in prompts])
+    return await send(_CompletionRenderer(gateway, body, ask, prompts), request, stream=body.stream)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

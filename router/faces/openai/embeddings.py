@@ -13,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import InvalidRequest
+from router.faces.conversation.turn import text_request
 from router.faces.openai.completions import prompts_of
 from router.gateway import Gateway
 from router.http.api import json_response
-from router.http.body import Body, FirstWrong, ranged, read_body, with_bound
-from router.http.middleware import name_of, tenant_of, track_of
+from router.http.body import Body, FirstWrong, ranged
+from router.http.middleware import track_of
 from router.http.sse import while_connected
-from router.request_metrics import Track
-from router.text.sampling_request import MAX_CHOICES, SamplingRequest, make_text_request
+from router.text.sampling_request import MAX_CHOICES, SamplingRequest
 from router.text.text_stream import Usage, collect
 
 MAX_DIMENSIONS = 65_536
@@ -60,13 +60,9 @@ class EmbeddingBody(Body):
         return SamplingRequest(**given, silent=True, pooling=own, names={"prompt": "input"})
 
 
-async def embeddings(gateway: Gateway, request: Request) -> Response:
-    track = track_of(request)
-    body = await read_body(request, EmbeddingBody, gateway.widest)
-    gateway = gateway.serving(body.model, track)
-    sampling = with_bound(body.asked(gateway.texts.config.pooling), request)
-    work = vectors_of(gateway, request, track, body.input, sampling, dimensions=body.dimensions)
-    vectors, usage = await while_connected(request.scope, request.receive, work)
+async def embeddings(gateway: Gateway, request: Request, body: EmbeddingBody) -> Response:
+    sampling = body.asked(gateway.texts.config.pooling)
+    vectors, usage = await vectors_of(gateway, request, body.input, sampling, dimensions=body.dimensions)
     return json_response(
         {
             "object": "list",
@@ -83,11 +79,10 @@ async def embeddings(gateway: Gateway, request: Request) -> Response:
 async def vectors_of(
     gateway: Gateway,
     request: Request,
-    track: Track,
     given: str | Sequence[str | int | list[int]],
     sampling: SamplingRequest,
     *,
-    dimensions: int | None,
+    dimensions: int | None = None,
 ) -> tuple[list[Vector], Usage]:
     """The vectors of prompts, of length 1, cut to `dimensions`. Raises InvalidRequest."""
     if not given and not isinstance(given, str):
@@ -95,15 +90,9 @@ async def vectors_of(
     if size := gateway.card.vector_size:
         _check_dimensions(dimensions, size)
     prompts = await prompts_of(gateway, given)
-    ask = make_text_request(
-        sampling,
-        [prompt.ids for prompt in prompts],
-        gateway.card,
-        request_id=gateway.new_id("embd"),
-        group_id=name_of(request),
-        tenant=tenant_of(request),
-    )
-    found, usage = await collect(gateway.answer(ask, track), ask)
+    ask = text_request(gateway, request, "embd", sampling, [prompt.ids for prompt in prompts])
+    answer = collect(gateway.answer(ask, track_of(request)), ask)
+    found, usage = await while_connected(request.scope, request.receive, answer)
     return [_vector(one.embedding, dimensions) for one in found], usage
 
 

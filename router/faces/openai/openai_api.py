@@ -16,12 +16,9 @@ from router.faces.openai.embeddings import EmbeddingBody, embeddings
 from router.faces.openai.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.gateway import Gateway
 from router.http.api import json_response
-from router.http.body import read_body
 
 
-async def tokenize(gateway: Gateway, request: Request) -> Response:
-    body = await read_body(request, TokenizeBody, gateway.widest)
-    gateway = gateway.serving(gateway.card.name if body.model is None else body.model)
+async def tokenize(gateway: Gateway, request: Request, body: TokenizeBody) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'", param="prompt")
     if body.messages is not None:
@@ -43,9 +40,7 @@ async def tokenize(gateway: Gateway, request: Request) -> Response:
     return json_response(reply)
 
 
-async def detokenize(gateway: Gateway, request: Request) -> Response:
-    body = await read_body(request, DetokenizeBody, gateway.widest)
-    gateway = gateway.serving(gateway.card.name if body.model is None else body.model)
+async def detokenize(gateway: Gateway, request: Request, body: DetokenizeBody) -> Response:
     for token_id in (min(body.tokens, default=0), max(body.tokens, default=0)):
         if not 0 <= token_id < gateway.card.vocab_size:
             allowed = f"token ids between 0 and {gateway.card.vocab_size - 1}"

@@ -30,8 +30,6 @@ from router.faces.responses.items import conversation_of, responses_tooling
 from router.faces.responses.responses_body import InputBody, ResponsesBody
 from router.gateway import Gateway
 from router.http.api import json_response, named_event, retry_after
-from router.http.body import read_body, with_bound
-from router.http.middleware import track_of
 from router.http.sse import EventStream
 from router.text.sampling_request import SamplingRequest, TextRequest
 from router.text.text_stream import TextDelta, Usage
@@ -41,20 +39,15 @@ from router.text.tools.formats import new_call_id
 Event = dict[str, Any]
 
 
-async def responses(gateway: Gateway, request: Request) -> Response | EventStream:
-    track = track_of(request)
-    body = await read_body(request, ResponsesBody, gateway.widest)
-    gateway = gateway.serving(body.model, track)
+async def responses(gateway: Gateway, request: Request, body: ResponsesBody) -> Response | EventStream:
     ignored = Ignored()
-    turn = _turn(gateway, body, with_bound(body.sampling(), request), ignored)
-    ask = await turn.request(gateway, request, gateway.new_id("resp_"))
+    turn = _turn(gateway, body, body.sampling(), ignored)
+    ask = await turn.request(gateway, request, "resp_")
     renderer = _ResponseRenderer(gateway, body, ask, turn.tooling)
-    return await send(renderer, request, track, stream=bool(body.stream), ignored=ignored)
+    return await send(renderer, request, stream=body.stream, ignored=ignored)
 
 
-async def count_input_tokens(gateway: Gateway, request: Request) -> Response:
-    body = await read_body(request, InputBody, gateway.widest)
-    gateway = gateway.serving(body.model)
+async def count_input_tokens(gateway: Gateway, request: Request, body: InputBody) -> Response:
     ignored = Ignored()
     ids = await _turn(gateway, body, SamplingRequest(names={"prompt": "input"}), ignored).prompt(gateway, request)
     counted = {"object": "response.input_tokens", "input_tokens": len(ids)}
