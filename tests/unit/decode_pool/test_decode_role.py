@@ -97,7 +97,7 @@ def test_it_waits_for_the_last_block() -> None:
     assert pair.text("r") == expected(prompt(12))
 
 
-def test_a_request_that_was_given_more_than_one_token_goes_on_after_them() -> None:
+def test_a_request_continues_after_several_given_tokens() -> None:
     """After the loss of another pair the tokens so far are part of the prompt."""
     pair = Pair()
     said = expected(prompt(6))[:3]
@@ -195,7 +195,7 @@ def test_an_adopted_ticket_knows_no_lease() -> None:
 
 @STATES
 @SUBMITTED
-def test_a_lost_lane_ends_what_it_has_not_brought(reached: str, submitted: bool) -> None:
+def test_a_lost_lane_ends_unarrived_tickets(reached: str, submitted: bool) -> None:
     pair = Pair(chunk_blocks=1)
     ticket = pair.bring_to(reached)
     if submitted:
@@ -216,7 +216,7 @@ def test_a_lost_lane_ends_what_it_has_not_brought(reached: str, submitted: bool)
     pair.finish()
 
 
-def test_a_request_whose_kv_came_spoiled_is_told_so() -> None:
+def test_corrupt_kv_reaches_the_request_as_an_error() -> None:
     pair = Pair(chunk_blocks=1)
     pair.answer("r", prompt(12), pair.bring_to("sending"))
     pair.exchange.cut(PREFILL, DECODE, "its checksum differs", TransferCorrupted)

@@ -179,7 +179,7 @@ def test_it_stops_when_the_room_there_is_used_up() -> None:
     pool.check_text("r")
 
 
-def test_what_the_new_worker_has_cached_does_not_travel() -> None:
+def test_cached_blocks_of_the_new_worker_are_not_sent() -> None:
     pool = Pool()
     shared = prompt(24)
     pool.new.engine.submit(GenerateRequest(request_id="before", prompt_ids=shared, sampling=GREEDY), 0.0)
@@ -215,7 +215,7 @@ def test_the_room_that_was_not_needed_is_free_at_once() -> None:
     pool.check_text("r")
 
 
-def test_a_lane_that_is_lost_leaves_the_sequence_where_it_is() -> None:
+def test_a_lost_lane_leaves_the_sequence_in_place() -> None:
     pool = Pool()
     pool.run("r", prompt(30))
     pool.step(2)
@@ -231,7 +231,7 @@ def test_a_lane_that_is_lost_leaves_the_sequence_where_it_is() -> None:
     assert pool.old.tokens["r"] == made_by([OLD_WEIGHT] * 40, prompt(30), GREEDY)
 
 
-def test_a_lease_that_ends_while_nothing_moves_leaves_the_sequence_where_it_is() -> None:
+def test_an_expired_lease_leaves_the_sequence_in_place() -> None:
     pool = Pool()
     pool.run("r", prompt(30))
     pool.step(2)
@@ -273,7 +273,7 @@ def test_a_sequence_that_ends_meanwhile_needs_to_go_nowhere() -> None:
     pool.finish()
 
 
-def test_a_sequence_whose_room_was_promised_comes_although_the_new_worker_drains_by_now() -> None:
+def test_a_promised_sequence_arrives_at_a_draining_worker() -> None:
     pool = Pool()
     pool.run("r", prompt(10))
     pool.step(2)
@@ -300,7 +300,7 @@ def test_an_abort_at_any_time_leaves_nothing_behind(num_steps: int) -> None:
     pool.finish()
 
 
-def test_what_does_not_decode_yet_stays() -> None:
+def test_sequences_that_do_not_decode_stay() -> None:
     pool = Pool()
     pool.run("r", prompt(9))
     pool.old.engine.migrate(MoveRequest(request_id="r", ticket=_ticket(pool)), pool.now)
@@ -311,7 +311,7 @@ def test_what_does_not_decode_yet_stays() -> None:
     assert pool.old.ended["r"] is FinishReason.LENGTH
 
 
-def test_what_is_not_here_cannot_move() -> None:
+def test_unknown_sequences_cannot_move() -> None:
     pool = Pool()
     with pytest.raises(UnknownRequest, match="nobody"):
         pool.old.engine.migrate(MoveRequest(request_id="nobody", ticket=_ticket(pool)), 0.0)

@@ -206,7 +206,7 @@ LONG = tuple(7 * index % VOCAB for index in range(100))
 
 @settings(max_examples=12)
 @given(windows=WINDOWS, sizes=SIZES, length=st.integers(1, 60), seed=st.integers(0, 2**32))
-def test_a_prompt_is_read_elsewhere_with_what_its_windows_need(
+def test_a_prompt_moves_with_the_pages_of_its_windows(
     windows: Windows, sizes: tuple[int, int], length: int, seed: int
 ) -> None:
     """Also with what a prompt before it has left in the caches, and with blocks of other sizes."""
@@ -232,7 +232,7 @@ def test_a_sequence_moves_while_its_windows_slide(
 @given(windows=WINDOWS, sizes=SIZES, length=st.integers(1, 60), num_pulled=st.integers(1, 60))
 @example(windows=(5,), sizes=(8, 2), length=10, num_pulled=12)
 @example(windows=(9,), sizes=(1, 4), length=10, num_pulled=12)
-def test_a_prefix_is_pulled_with_what_later_tokens_read(
+def test_a_prefix_is_pulled_with_the_pages_later_tokens_read(
     windows: Windows, sizes: tuple[int, int], length: int, num_pulled: int
 ) -> None:
     two = Two(windows, sizes)

@@ -69,7 +69,7 @@ class Pulling(Pool):
         assert self.new.cached["r"] == num_cached
 
 
-def test_only_what_nobody_has_is_computed_and_the_rest_counts_as_cached() -> None:
+def test_only_uncached_blocks_are_computed() -> None:
     pool = Pulling()
     ticket = pool.reserve()
     assert pool.share(ticket) == 6
@@ -79,7 +79,7 @@ def test_only_what_nobody_has_is_computed_and_the_rest_counts_as_cached() -> Non
     assert pool.old.engine.load().transfer_bytes == 6 * BLOCK_BYTES
 
 
-def test_what_the_reader_has_itself_does_not_travel() -> None:
+def test_cached_blocks_of_the_reader_are_not_sent() -> None:
     pool = Pulling()
     pool.new.engine.submit(GenerateRequest(request_id="s", prompt_ids=SHARED[:9], sampling=GREEDY), 0.0)
     pool.finish()
@@ -93,7 +93,7 @@ def test_what_the_reader_has_itself_does_not_travel() -> None:
     assert pool.new.engine.load().num_pulled_tokens == 16
 
 
-def test_a_reader_waits_for_what_is_on_its_way_and_others_do_not() -> None:
+def test_a_reader_waits_for_its_blocks_and_others_do_not() -> None:
     pool = Pulling()
     ticket = pool.reserve()
     pool.post.holding = True
@@ -110,9 +110,7 @@ def test_a_reader_waits_for_what_is_on_its_way_and_others_do_not() -> None:
 
 
 @pytest.mark.parametrize(("there", "num_blocks", "own"), [(8, 1, [2, 3]), (2, 9, [0, 1, 2, 3, 4])])
-def test_blocks_of_another_size_are_shared_as_far_as_they_fill_the_readers(
-    there: int, num_blocks: int, own: list[int]
-) -> None:
+def test_blocks_of_another_size_are_shared_as_far_as_they_fill(there: int, num_blocks: int, own: list[int]) -> None:
     """The holder has five blocks of four tokens; the reader, which has its own first block, asks for ten at most."""
     pool, pushed = BlockPool(8, SIZE, lambda event: None), []
 
@@ -170,7 +168,7 @@ def test_a_profile_counts_the_bytes_of_the_readers_blocks() -> None:
 @pytest.mark.parametrize("num_kept", [0, 2])
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 @pytest.mark.parametrize("patience", [0, 4])
-def test_what_only_the_hosts_memory_has_is_loaded_and_pushed(patience: int, busy: bool, num_kept: int) -> None:
+def test_blocks_on_the_host_are_loaded_and_pushed(patience: int, busy: bool, num_kept: int) -> None:
     """Once it is there: before that its blocks hold nonsense. A sequence that runs is not held up by it."""
     pool = Pulling(host_slots=40)
     pool.evict(num_kept)
@@ -190,7 +188,7 @@ def test_what_only_the_hosts_memory_has_is_loaded_and_pushed(patience: int, busy
 
 
 @pytest.mark.parametrize("patience", range(4))
-def test_of_a_chain_whose_beginning_another_request_loads_every_block_is_pushed_in_its_place(patience: int) -> None:
+def test_a_chain_loaded_by_another_request_is_pushed_in_place(patience: int) -> None:
     """That load may be over in the very moment in which the rest is asked for: its blocks are here twice then."""
     pool = Pulling(host_slots=40)
     pool.evict()
@@ -225,7 +223,7 @@ def test_a_load_that_is_over_at_once_is_counted(monkeypatch: pytest.MonkeyPatch)
     pool.check_answer(num_computed=3, num_cached=24)
 
 
-def test_of_what_only_the_host_has_as_much_is_loaded_as_there_is_room_for() -> None:
+def test_as_many_host_blocks_are_loaded_as_there_is_room() -> None:
     pool = Pulling(host_slots=40)
     pool.evict()
     held = pool.old.pool.allocate(60)
@@ -239,7 +237,7 @@ def test_of_what_only_the_host_has_as_much_is_loaded_as_there_is_room_for() -> N
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_a_pull_that_is_given_up_while_the_host_loads_leaves_nothing_behind(num_steps: int) -> None:
+def test_an_aborted_pull_during_a_load_leaves_nothing(num_steps: int) -> None:
     pool = Pulling(host_slots=40)
     pool.evict()
     pool.run("other", prompt(5, seed=2))
@@ -254,7 +252,7 @@ def test_a_pull_that_is_given_up_while_the_host_loads_leaves_nothing_behind(num_
     pool.finish()
 
 
-def test_what_was_evicted_meanwhile_is_computed_and_the_rest_still_comes() -> None:
+def test_evicted_blocks_are_computed_and_the_rest_arrives() -> None:
     pool = Pulling()
     ticket = pool.reserve()
     taken = pool.old.pool.allocate(pool.old.pool.num_free - 3)  # the tail of a chain goes first
@@ -337,7 +335,7 @@ def test_prompt_logprobs_are_computed_whatever_was_pulled() -> None:
 
 
 @pytest.mark.parametrize("shares", [False, True], ids=["not sent", "on its way"])
-def test_a_pull_that_prompt_logprobs_make_useless_is_given_back_at_once(shares: bool) -> None:
+def test_a_pull_made_useless_by_prompt_logprobs_is_released(shares: bool) -> None:
     """The request neither waits for it nor leaves its blocks reserved until the lease ends."""
     pool = Pulling()
     pool.post.holding = True
@@ -381,7 +379,7 @@ def test_a_ticket_is_shared_once() -> None:
     pool.finish()
 
 
-def test_a_prefill_worker_pulls_from_decode_and_pushes_what_it_computes() -> None:
+def test_a_prefill_worker_pulls_from_decode_and_pushes_its_own() -> None:
     """The next turn of a conversation: decode has the last answer, prefill reads what is new."""
     pair = Pair()
     first = pair.start("first", SHARED[:17])

@@ -39,7 +39,7 @@ STATES = pytest.mark.parametrize("reached", ["reserved", "sending", "arrived"])
 
 
 @pytest.mark.parametrize(("length", "num_missing"), [(20, 3), (22, 4), (8, 0), (9, 1), (4, 0)])
-def test_only_what_is_not_cached_travels(length: int, num_missing: int) -> None:
+def test_only_uncached_blocks_are_sent(length: int, num_missing: int) -> None:
     """The first request leaves its prompt's two full blocks, and its answer's, in the cache."""
     pair = Pair()
     before = pair.start("before", prompt(8))
@@ -56,7 +56,7 @@ def test_only_what_is_not_cached_travels(length: int, num_missing: int) -> None:
     assert pair.decode.cached["r"] == ticket.num_cached_tokens
 
 
-def test_what_arrived_serves_the_next_turn_with_the_answer() -> None:
+def test_arrived_blocks_and_the_answer_serve_the_next_turn() -> None:
     pair = Pair()
     ticket = pair.start("r", prompt(8))
     pair.answer("r", prompt(8), ticket)
@@ -88,7 +88,7 @@ def test_a_cached_block_under_a_ticket_is_not_evicted() -> None:
     assert pair.text("held") == expected(prompt(8))
 
 
-def test_an_abort_that_overtakes_its_reservation_leaves_nothing_behind() -> None:
+def test_an_abort_before_its_reservation_leaves_nothing() -> None:
     pair = Pair()
     assert pair.decode.engine.abort(["r"]) == 0
     with pytest.raises(TransferFailed, match="its gateway gave it up before it was reserved"):
@@ -129,7 +129,7 @@ def test_another_layout_is_refused_by_field(field: str, value: Any) -> None:
         ({"generation": 0}, "generation"),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(changes: dict[str, object], param: str) -> None:
+def test_nonsense_is_refused_by_name(changes: dict[str, object], param: str) -> None:
     pair = Pair()
     asked = ReserveRequest(request_id="r", prompt_ids=prompt(4), source=PREFILL, source_layout=LAYOUT)
     with pytest.raises(InvalidRequest) as error:
@@ -200,7 +200,7 @@ def test_reservations_do_not_starve_requests_that_wait_here() -> None:
     assert reserve(held, pair.now).ticket_id == "held", "what was promised before is kept, and may be renewed"
 
 
-def test_a_request_with_other_tokens_than_were_reserved_is_refused() -> None:
+def test_a_request_with_other_tokens_than_reserved_is_refused() -> None:
     pair = Pair()
     ticket = pair.start("r", prompt(9))
     pair.answer("r", prompt(9, seed=4), ticket)
@@ -226,7 +226,7 @@ def test_the_same_reservation_twice_is_one(reached: str) -> None:
 
 
 @STATES
-def test_a_ticket_lives_as_long_as_it_is_asked_for_again(reached: str) -> None:
+def test_a_ticket_lives_while_it_is_renewed(reached: str) -> None:
     pair = Pair(chunk_blocks=1)
     ticket = pair.bring_to(reached)
     for _ in range(4):

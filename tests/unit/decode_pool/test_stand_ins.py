@@ -31,7 +31,7 @@ def test_a_prefill_worker_serves_a_whole_request() -> None:
     assert pair.prefill.tokens["r"] == made_by([PREFILL_WEIGHT] * 20, prompt(9), GREEDY)
 
 
-def test_it_goes_on_with_an_answer_whose_decode_worker_died() -> None:
+def test_it_continues_an_answer_of_a_dead_decode_worker() -> None:
     pair = Pair()
     pair.decode.engine.submit(asked(), pair.now)
     pair.step(5)
@@ -64,7 +64,7 @@ def moves(pair: Pair) -> None:
     pair.prefill.engine.submit(after, pair.now)
 
 
-def test_it_takes_over_a_sequence_of_a_decode_worker_that_drains_and_computes_nothing_again() -> None:
+def test_it_takes_over_sequences_without_computing_them_again() -> None:
     pair = Pair()
     pair.decode.engine.submit(asked(), pair.now)
     pair.step(5)
@@ -76,7 +76,7 @@ def test_it_takes_over_a_sequence_of_a_decode_worker_that_drains_and_computes_no
     assert pair.prefill.runner.num_computed == 20 - len(said), "its KV came along: a token a step"
 
 
-def test_it_takes_over_what_was_promised_while_it_drains_itself() -> None:
+def test_it_takes_promised_sequences_while_it_drains() -> None:
     pair = Pair()
     pair.decode.engine.submit(asked(), pair.now)
     pair.step(5)
@@ -86,7 +86,7 @@ def test_it_takes_over_what_was_promised_while_it_drains_itself() -> None:
     assert len(pair.decode.tokens["r"] + pair.prefill.tokens["r.2"]) == 20
 
 
-def test_both_roles_keep_what_is_reserved_for_a_sequence_that_comes() -> None:
+def test_both_roles_keep_blocks_reserved_for_a_moving_sequence() -> None:
     pair = Pair()
     ticket = pair.reserve("r", prompt(12))
     roles: tuple[Role, Role] = (pair.decode_role, pair.prefill_role)

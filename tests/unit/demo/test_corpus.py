@@ -69,7 +69,7 @@ def test_tests_and_installed_packages_are_not_read(tmp_path: Path) -> None:
     assert documents[0].text == "# good.py\nx = 1\n"
 
 
-def test_a_module_offers_what_it_defines_and_not_what_it_borrows() -> None:
+def test_a_module_documents_only_its_own_definitions() -> None:
     module = types.ModuleType("mine", "What this module is for.")
 
     class Box:
@@ -121,7 +121,7 @@ def small_corpus() -> Corpus:
     return Corpus(documents=documents, entries=entries, held_out_documents=documents[:1], held_out_entries=entries[:2])
 
 
-def test_the_same_seed_gives_the_same_batches_and_another_seed_others() -> None:
+def test_batches_depend_on_the_seed() -> None:
     corpus = small_corpus()
     tokenizer = train_tokenizer(document.text for document in corpus.documents)
 
@@ -150,7 +150,7 @@ def test_a_chat_row_begins_where_a_dialogue_begins() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(QUESTIONS))
-def test_every_question_names_what_it_asks_for(kind: str) -> None:
+def test_every_question_names_its_subject(kind: str) -> None:
     entry = DocstringEntry(name="module.thing", kind=kind, answer="It is a thing.", well_known=False)
     rng = random.Random(0)
     assert all("module.thing" in ask(entry, rng) for _ in range(20))

@@ -95,7 +95,7 @@ def test_an_awkward_text_survives_the_round_trip_in_transformers(
     assert chat_tokenizer.decode(chat_tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_the_template_renders_what_the_model_was_trained_on(chat_tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_template_renders_the_training_format(chat_tokenizer: PreTrainedTokenizerBase) -> None:
     turns = [("system", "Answer briefly."), ("user", " What does `len` do? "), ("assistant", "It counts.")]
     messages = [{"role": role, "content": content} for role, content in turns]
     rendered = chat_tokenizer.apply_chat_template(messages, tokenize=False)
@@ -104,7 +104,7 @@ def test_the_template_renders_what_the_model_was_trained_on(chat_tokenizer: PreT
     assert asked == open_dialogue("What does `len` do?")
 
 
-def test_the_template_takes_developer_for_system_and_refuses_other_roles(
+def test_the_template_reads_developer_as_system(
     chat_tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     rendered = chat_tokenizer.apply_chat_template([{"role": "developer", "content": "Be kind."}], tokenize=False)
@@ -122,7 +122,7 @@ def card_loss(part: str) -> Loss:
 
 
 @pytest.mark.parametrize("part", ["source", "chat"])
-def test_the_held_out_loss_is_what_the_card_says(part: str, oracle: Oracle, tokenizer: Tokenizer) -> None:
+def test_the_held_out_loss_equals_the_cards(part: str, oracle: Oracle, tokenizer: Tokenizer) -> None:
     texts = getattr(held_out.load(MODEL), part)
     measured, claimed = loss_of(oracle, tokenizer, texts, CPU), card_loss(part)
     assert measured.num_tokens == claimed.num_tokens
@@ -140,6 +140,6 @@ def test_long_text_is_not_harder_than_short_text(oracle: Oracle, tokenizer: Toke
     assert nats_T[1024:].mean() < nats_T[:1024].mean() + 0.5
 
 
-def test_it_knows_what_os_path_join_does(oracle: Oracle, tokenizer: Tokenizer) -> None:
+def test_it_explains_os_path_join(oracle: Oracle, tokenizer: Tokenizer) -> None:
     said = answer(oracle, tokenizer, "What does `os.path.join` do?", CPU, max_tokens=24)
     assert said.startswith("Join two or more pathname components")

@@ -41,7 +41,7 @@ def apply(known: set[bytes], events: tuple[KVEvent, ...]) -> set[bytes]:
 
 
 class TestLog:
-    def test_events_are_numbered_from_zero_and_replayed_from_any_number(self) -> None:
+    def test_events_are_numbered_from_zero_and_can_be_replayed(self) -> None:
         log = log_of(stored(1), removed(1), Cleared())
         assert log.since(7, 0) == KVEvents(incarnation=7, first_seq=0, events=(stored(1), removed(1), Cleared()))
         assert log.since(7, 2) == KVEvents(incarnation=7, first_seq=2, events=(Cleared(),))
@@ -55,7 +55,7 @@ class TestLog:
         assert events is not None
         assert events.events == (stored(1, 2, 3, 4), stored(9), removed(5, 6))
 
-    def test_what_happens_in_two_tiers_stays_apart(self) -> None:
+    def test_events_of_two_tiers_stay_apart(self) -> None:
         log = EventLog(incarnation=7)
         hosted = [BlockStored(hashes=(h(n),), parent=h(n - 1), tier=Tier.HOST) for n in (2, 3)]
         dropped = [BlockRemoved(hashes=(h(n),), tier=Tier.HOST) for n in (2, 3)]
@@ -81,7 +81,7 @@ class TestLog:
         assert log.since(7, 1) == KVEvents(incarnation=7, first_seq=1, events=(stored(2, parent=1),))
 
     @pytest.mark.parametrize(("incarnation", "next_seq"), [(6, 0), (7, 0), (7, 4), (8, 2)])
-    def test_what_is_not_kept_cannot_be_replayed(self, incarnation: int, next_seq: int) -> None:
+    def test_dropped_events_cannot_be_replayed(self, incarnation: int, next_seq: int) -> None:
         """Another life, an event that fell off the ring, a number from the future."""
         log = log_of(stored(1), stored(5), stored(9), capacity=2)
         assert log.since(incarnation, next_seq) is None
@@ -93,7 +93,7 @@ class TestLog:
 
 
 class TestCursor:
-    def test_the_first_events_of_a_life_replace_what_was_known(self) -> None:
+    def test_the_first_events_of_a_life_replace_earlier_ones(self) -> None:
         cursor = EventCursor()
         assert cursor.accept(KVEvents(incarnation=7, first_seq=0, events=(stored(1),))) == (Cleared(), stored(1))
         assert cursor.accept(KVEvents(incarnation=7, first_seq=1, events=(stored(5),))) == (stored(5),)
@@ -106,7 +106,7 @@ class TestCursor:
         assert cursor.accept(again) == (stored(9),)
         assert cursor.accept(again) == ()
 
-    def test_a_gap_says_what_to_ask_for_and_changes_nothing(self) -> None:
+    def test_a_gap_names_the_next_event_and_changes_nothing(self) -> None:
         cursor = EventCursor()
         cursor.accept(KVEvents(incarnation=7, first_seq=0, events=(stored(1),)))
         late = KVEvents(incarnation=7, first_seq=3, events=(stored(9),))
@@ -115,7 +115,7 @@ class TestCursor:
         assert cursor.accept(KVEvents(incarnation=9, first_seq=1, events=())) == Gap(incarnation=9, next_seq=0)
         assert cursor.accept(KVEvents(incarnation=7, first_seq=1, events=(stored(5),))) == (stored(5),)
 
-    def test_a_snapshot_closes_a_gap_unless_it_is_older_than_what_is_known(self) -> None:
+    def test_a_newer_snapshot_closes_a_gap(self) -> None:
         cursor = EventCursor()
         snapshot = KVEvents(incarnation=7, first_seq=5, events=(stored(1),), snapshot=True)
         assert cursor.accept(snapshot) == (Cleared(), stored(1))
@@ -133,9 +133,7 @@ class TestCursor:
     st.lists(st.tuples(st.booleans(), st.integers(0, 20)), max_size=40),
     st.lists(st.sampled_from(["read", "lose", "repeat"]), max_size=40),
 )
-def test_a_reader_that_asks_when_told_to_knows_what_the_worker_knows(
-    changes: list[tuple[bool, int]], network: list[str]
-) -> None:
+def test_a_reader_that_follows_gaps_has_the_workers_blocks(changes: list[tuple[bool, int]], network: list[str]) -> None:
     log, cursor = EventLog(incarnation=7, capacity=3), EventCursor()
     truth: set[bytes] = set()
     known: set[bytes] = set()

@@ -13,7 +13,7 @@ from kvtransfer.hashing import Remembering, chain_hashes, root_hash
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
-def test_a_block_is_hashed_from_its_parent_and_its_tokens_as_little_endian_words() -> None:
+def test_a_hash_is_made_from_parent_and_little_endian_tokens() -> None:
     first, second = chain_hashes([1, 2, 3, 70000], 2, salt=b"tenant")
     packed = bytes([1, 0, 0, 0, 2, 0, 0, 0])
     assert first == blake2b(root_hash(b"tenant") + packed, digest_size=16).digest()
@@ -58,7 +58,7 @@ def test_a_salt_may_be_long() -> None:
 
 @pytest.mark.parametrize("num_blocks", [1, 9])
 @pytest.mark.parametrize("token_id", [-1, 2**32, 2**70])
-def test_a_token_id_beyond_32_bits_is_not_hashed_to_something_else(token_id: int, num_blocks: int) -> None:
+def test_a_token_id_beyond_32_bits_is_refused(token_id: int, num_blocks: int) -> None:
     with pytest.raises(OverflowError):
         chain_hashes([*range(num_blocks - 1), token_id], 1)
 
@@ -81,7 +81,7 @@ def test_compiled_code_and_hashlib_give_the_same(parent: bytes, words: int, num_
         assert chain_hashes(ids, words, parent=parent) == hashes
 
 
-def test_a_prompt_remembers_of_each_salt_and_block_size_what_is_worked_out_for_others() -> None:
+def test_a_prompt_caches_hashes_by_salt_and_block_size() -> None:
     for seed in range(6):
         prompt = tuple(Random(seed).choices(range(2**32), k=100))
         remembering = Remembering(prompt)

@@ -46,9 +46,7 @@ def test_a_lane_in_use_stays_however_long_it_waits() -> None:
     needed=st.sets(st.sampled_from("abcdefgh")),
     bound=st.integers(1, 8),
 )
-def test_what_is_left_is_within_bounds_and_the_best_used(
-    idle: Mapping[str, float], needed: set[str], bound: int
-) -> None:
+def test_the_best_used_lanes_are_kept_within_bounds(idle: Mapping[str, float], needed: set[str], bound: int) -> None:
     gone = set(superfluous(lanes(idle), needed, LaneConfig(max_lanes=bound, idle_timeout_s=60.0)))
     left = idle.keys() - gone
     assert not gone & needed
@@ -75,7 +73,7 @@ def test_settings_that_cannot_be_are_refused_by_name(name: str, value: object) -
 
 
 @pytest.mark.parametrize("state", ["quarantined", "stuck"])
-def test_no_ticket_is_made_with_a_peer_whose_lane_hangs(state: str) -> None:
+def test_a_peer_with_a_hung_lane_gets_no_ticket(state: str) -> None:
     sick, well = lanes({"a": 1.0, "b": 1.0})
     states = [replace(sick, state=state, reason="nothing moved"), well]
     require_health("b", states)
@@ -85,7 +83,7 @@ def test_no_ticket_is_made_with_a_peer_whose_lane_hangs(state: str) -> None:
     assert raised.value.retry_after_s
 
 
-def test_a_worker_is_ill_when_its_own_thread_hangs_and_not_when_a_peer_does() -> None:
+def test_a_worker_is_unhealthy_by_its_own_threads_only() -> None:
     (lane,) = lanes({"a": 1.0})
     assert not why_unhealthy([lane, replace(lane, state="quarantined")])
     assert why_unhealthy([lane, replace(lane, state="stuck")]) == "the lane to a is stuck and does not end"

@@ -23,7 +23,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_library_is_compiled_once_and_again_when_its_source_changes(source: Path) -> None:
+def test_a_library_is_compiled_again_when_its_source_changes(source: Path) -> None:
     library = load(source)
     assert library is not None
     assert library.twice(21) == 42
@@ -57,7 +57,7 @@ def test_of_processes_that_start_together_one_compiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
-def test_a_compiler_that_is_missing_or_fails_is_said_and_survived(
+def test_a_missing_or_failing_compiler_is_reported(
     source: Path, compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CC", compiler)
@@ -84,7 +84,7 @@ def prebuilt_folder(source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("prebuilt_folder", "no_compiler")
-def test_without_a_compiler_a_library_that_was_built_ahead_is_loaded(source: Path) -> None:
+def test_without_a_compiler_a_prebuilt_library_is_loaded(source: Path) -> None:
     library = load(source)
     assert library is not None
     assert library.twice(21) == 42

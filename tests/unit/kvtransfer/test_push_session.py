@@ -54,7 +54,7 @@ def test_the_last_block_goes_when_the_prompt_is_complete() -> None:
 @given(
     num_layers=st.integers(1, 9), num_left=st.integers(1, 5), least=st.integers(1, 4000), max_blocks=st.integers(4, 5)
 )
-def test_what_is_left_goes_in_groups_of_layers(num_layers: int, num_left: int, least: int, max_blocks: int) -> None:
+def test_the_rest_is_sent_in_groups_of_layers(num_layers: int, num_left: int, least: int, max_blocks: int) -> None:
     push = session(4 * SIZE + num_left * SIZE - 1, max_chunk_blocks=max_blocks)
     ticket = replace(push.ticket, layout=changed(LAYOUT, num_layers=num_layers))
     push = Session(ticket, max_chunk_blocks=max_blocks)
@@ -84,7 +84,7 @@ def test_what_is_left_goes_in_groups_of_layers(num_layers: int, num_left: int, l
     assert not push.expired(1000.0)
 
 
-def test_what_the_destination_has_cached_does_not_travel() -> None:
+def test_cached_blocks_of_the_destination_are_not_sent() -> None:
     push = session(12, num_cached=8)
     assert push.first_block == 2
     assert push.next_chunk(8, complete=False) is None
@@ -110,7 +110,7 @@ def test_a_ticket_is_for_one_number_of_blocks(num_tokens: int, fits: bool) -> No
     assert session(11, num_cached=4).fits(num_tokens) is fits
 
 
-def test_what_waits_to_be_read_does_not_expire() -> None:
+def test_blocks_waiting_to_be_read_do_not_expire() -> None:
     push = session(8)
     assert not push.expired(1e9)
     push.offered(piece(0, 1), 1e9)
@@ -118,7 +118,7 @@ def test_what_waits_to_be_read_does_not_expire() -> None:
     assert push.expired(1e9 + 10.0)
 
 
-def test_the_lease_runs_anew_with_what_was_sent_while_more_is_on_its_way() -> None:
+def test_the_lease_is_renewed_by_sent_blocks() -> None:
     push = session(12)
     push.offered(piece(0, 1), 5.0)
     push.offered(piece(1, 1), 6.0)
@@ -129,7 +129,7 @@ def test_the_lease_runs_anew_with_what_was_sent_while_more_is_on_its_way() -> No
     assert push.expired(22.0)
 
 
-def test_a_push_whose_offers_have_all_left_waits_for_the_rest_of_the_prompt() -> None:
+def test_a_push_without_open_offers_waits_for_the_prompt() -> None:
     push = session(8)
     push.offered(piece(0, 1), 5.0)
     push.sent(piece(0, 1), 6.0)
@@ -163,7 +163,7 @@ def test_every_block_is_offered_once_in_order_and_never_early(
     assert offered == list(range(len(push.ticket.block_ids)))
 
 
-def test_a_sequence_that_stops_short_of_its_room_offers_what_there_is_and_no_more() -> None:
+def test_a_short_sequence_offers_only_its_blocks() -> None:
     push = session(40)
     push.offered(piece(0, 2), 0.0)
     assert not push.all_sent(11)

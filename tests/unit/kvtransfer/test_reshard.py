@@ -49,7 +49,7 @@ def pairs(draw: st.DrawFn) -> tuple[KVLayout, KVLayout]:
 
 
 @given(pairs())
-def test_every_destination_head_is_sent_once_by_a_rank_that_holds_it(pair: tuple[KVLayout, KVLayout]) -> None:
+def test_every_destination_head_is_sent_once_by_a_holder(pair: tuple[KVLayout, KVLayout]) -> None:
     source, destination = pair
     assert why_incompatible(source, destination) is None
     for rank in range(destination.tp):
@@ -164,12 +164,12 @@ def test_every_cell_lands_where_its_token_belongs(
         (replace(LAYOUT, tp=3), "tp is 3 here, which neither divides the 4 key/value heads"),
     ],
 )
-def test_what_cannot_be_matched_is_refused_by_name(other: KVLayout, reason: str) -> None:
+def test_incompatible_layouts_are_refused_by_name(other: KVLayout, reason: str) -> None:
     with pytest.raises(IncompatibleWorkers, match=f"from worker p0 to worker d0: {reason}"):
         require_compatible("p0", LAYOUT, "d0", other)
 
 
-def test_what_differs_only_in_how_it_is_cut_up_is_compatible() -> None:
+def test_layouts_that_differ_in_their_cut_are_compatible() -> None:
     assert why_incompatible(LAYOUT, replace(LAYOUT, tp=8, block_size=32)) is None
     assert why_incompatible(LAYOUT, replace(LAYOUT, device="")) is None, (
         "one that does not say may be of an older version"

@@ -79,7 +79,7 @@ def test_chunks_may_come_in_any_order_and_twice(ledger: Ledger) -> None:
     assert ledger.state("r1", 1) is TicketState.ARRIVED
 
 
-def test_a_ticket_for_what_is_cached_has_arrived_at_once() -> None:
+def test_a_ticket_for_cached_blocks_has_arrived_at_once() -> None:
     ledger = Ledger()
     ledger.reserve(reservation(blocks=(), cached=(1, 2)))
     assert ledger.state("r1", 1) is TicketState.ARRIVED
@@ -99,13 +99,13 @@ def test_a_ticket_for_what_is_cached_has_arrived_at_once() -> None:
         (chunk(0, 0), "p0#1"),
     ],
 )
-def test_what_does_not_belong_to_the_ticket_is_dropped(ledger: Ledger, piece: Chunk, source: str) -> None:
+def test_foreign_chunks_are_dropped(ledger: Ledger, piece: Chunk, source: str) -> None:
     assert ledger.blocks_for(piece, source) == ()
 
 
 @pytest.mark.parametrize("num_landed", [0, 1, 3])
 @pytest.mark.parametrize("end", ["abort", "expire", "lose"])
-def test_an_ended_ticket_gives_its_blocks_back_and_believes_nobody(ledger: Ledger, num_landed: int, end: str) -> None:
+def test_an_ended_ticket_releases_its_blocks_and_takes_none(ledger: Ledger, num_landed: int, end: str) -> None:
     for index in range(num_landed):
         land(ledger, chunk(index))
     if end == "abort":
@@ -125,7 +125,7 @@ def test_an_ended_ticket_gives_its_blocks_back_and_believes_nobody(ledger: Ledge
     ledger.assert_idle()
 
 
-def test_blocks_may_come_layer_by_layer_and_are_here_with_the_last(ledger: Ledger) -> None:
+def test_blocks_may_arrive_layer_by_layer(ledger: Ledger) -> None:
     first, second = (replace(chunk(1, 2), first_layer=layer, num_layers=1) for layer in range(2))
     assert land(ledger, second) == (11, 12)
     assert land(ledger, second) == (), "these layers are here already"
@@ -140,7 +140,7 @@ def test_layers_that_the_model_has_not_are_dropped(ledger: Ledger, first_layer: 
     assert land(ledger, replace(chunk(0), first_layer=first_layer, num_layers=num_layers)) == ()
 
 
-def test_a_settled_ticket_has_arrived_with_fewer_blocks_and_gives_the_others_back(ledger: Ledger) -> None:
+def test_a_settled_ticket_releases_unneeded_blocks(ledger: Ledger) -> None:
     land(ledger, chunk(0))
     assert ledger.truncate("r1", 1, 1) == (11, 12)
     ledger.check_integrity()
@@ -166,7 +166,7 @@ def test_progress_extends_a_lease_and_silence_ends_it(ledger: Ledger) -> None:
     assert tombstone.reason == "no block arrived and no gateway renewed it for 10 s, 1 of 3 blocks were here"
 
 
-def test_asking_again_with_the_same_generation_finds_the_same_reservation(ledger: Ledger) -> None:
+def test_the_same_generation_finds_its_reservation(ledger: Ledger) -> None:
     land(ledger, chunk(0))
     ticket = ledger.renew("r1", 1, 2.0)
     assert ticket is not None
@@ -209,7 +209,7 @@ def test_a_generation_that_has_ended_stays_so(ledger: Ledger) -> None:
     assert ledger.renew("r1", 2, 1.0) is None
 
 
-def test_what_was_aborted_before_it_was_reserved_is_refused() -> None:
+def test_a_ticket_aborted_before_its_reservation_is_refused() -> None:
     ledger = Ledger(max_tombstones=2)
     ledger.refuse("r1", "its gateway gave it up")
     for generation in (1, 2):
@@ -222,7 +222,7 @@ def test_what_was_aborted_before_it_was_reserved_is_refused() -> None:
     assert ledger.renew("r1", 1, 1.0) is None
 
 
-def test_a_late_abort_says_nothing_new_of_what_is_here_or_has_been(ledger: Ledger) -> None:
+def test_a_late_abort_changes_nothing(ledger: Ledger) -> None:
     ledger.refuse("r1", "late")
     assert ledger.renew("r1", 1, 1.0) is not None
     ledger.abort("r1", "the client left")

@@ -33,7 +33,7 @@ def num_held(pair: Pair) -> int:
     return pair.prefill.pool.num_blocks - pair.prefill.pool.num_free
 
 
-def test_blocks_are_pushed_while_the_rest_of_the_prompt_is_still_read() -> None:
+def test_blocks_are_pushed_while_the_prompt_is_computed() -> None:
     pair = Pair(prefill_chunk=8, chunk_blocks=100)
     pair.post.holding = True
     ticket = pair.start("r", prompt(30))
@@ -119,7 +119,7 @@ def test_kv_goes_on_its_way_while_a_step_reads_another_prompt(depth: int) -> Non
     assert pair.text("other") == expected(prompt(40, seed=2))
 
 
-def test_a_prompt_that_a_plan_has_preempted_is_not_pushed_while_its_step_is_waited_for() -> None:
+def test_a_preempted_prompt_is_not_pushed_during_its_step() -> None:
     """A tick knew of its blocks; the plan after it took them back."""
     pair = Pair(num_blocks=16, staged_blocks=2, chunk_blocks=2)
     pair.post.holding = True
@@ -234,7 +234,7 @@ def test_a_lost_lane_fails_its_requests_and_no_others(num_steps: int) -> None:
     assert pair.prefill.ended["other"] is FinishReason.LENGTH
 
 
-def test_a_destination_that_is_gone_is_found_out_before_the_prompt_is_read() -> None:
+def test_a_lost_destination_is_found_before_prefill() -> None:
     pair = Pair()
     ticket = pair.reserve("r", prompt(24))
     pair.decode_role._transfers.close()
@@ -244,7 +244,7 @@ def test_a_destination_that_is_gone_is_found_out_before_the_prompt_is_read() -> 
     assert num_held(pair) == 0
 
 
-def test_a_prompt_may_wait_for_longer_than_a_lease_as_long_as_it_is_renewed() -> None:
+def test_a_prompt_may_wait_longer_than_a_renewed_lease() -> None:
     """Its blocks go where they were promised, however long the queue was."""
     pair = Pair(max_num_seqs=1)
     pair.read("first", prompt(9, seed=2), None, max_tokens=20)
@@ -259,7 +259,7 @@ def test_a_prompt_may_wait_for_longer_than_a_lease_as_long_as_it_is_renewed() ->
     assert pair.text("r") == expected(prompt(12))
 
 
-def test_a_prompt_may_be_read_for_longer_than_a_lease_as_long_as_it_is_renewed() -> None:
+def test_a_prompt_may_take_longer_than_a_renewed_lease() -> None:
     pair = Pair(prefill_chunk=4)
     ticket = pair.start("r", prompt(40))
     while "r" not in pair.prefill.ended:
@@ -271,7 +271,7 @@ def test_a_prompt_may_be_read_for_longer_than_a_lease_as_long_as_it_is_renewed()
     assert pair.text("r") == expected(prompt(40))
 
 
-def test_nobody_reads_for_a_ticket_whose_lease_is_over() -> None:
+def test_an_expired_ticket_gets_no_prefill() -> None:
     pair = Pair(staged_blocks=1, chunk_blocks=1)
     pair.post.holding = True
     pair.start("r", prompt(12))
@@ -297,7 +297,7 @@ def test_a_push_may_take_longer_than_a_lease_as_long_as_it_moves() -> None:
     assert pair.text("r") == expected(prompt(16))
 
 
-def test_a_lost_lane_does_not_hurt_those_to_other_workers() -> None:
+def test_a_lost_lane_does_not_affect_others() -> None:
     pair = Pair(staged_blocks=1, chunk_blocks=1)
     pair.post.holding = True
     elsewhere = replace(DECODE, worker_id="d1")
@@ -386,7 +386,7 @@ def test_the_last_step_of_a_prompt_pushes_while_it_is_computed() -> None:
     assert pair.text("r") == expected(prompt(21))
 
 
-def test_a_prompt_whose_lane_is_full_is_pushed_when_there_is_room() -> None:
+def test_a_prompt_is_pushed_once_its_lane_has_room() -> None:
     pair = Pair(follows_layers=True, staged_blocks=1, chunk_blocks=1)
     pair.post.holding = True
     prompts = {"first": prompt(4), "second": prompt(8, seed=2)}
@@ -405,7 +405,7 @@ def test_a_prompt_whose_lane_is_full_is_pushed_when_there_is_room() -> None:
 @pytest.mark.parametrize(
     ("completed_s", "ended_s", "hidden_s"), [(None, 5.0, 2.0), (6.0, 5.0, 2.0), (4.0, 5.0, 1.0), (1.0, 5.0, 0.0)]
 )
-def test_a_chunk_is_hidden_as_long_as_its_prompt_is_computed(
+def test_a_chunk_is_hidden_while_its_prompt_is_computed(
     completed_s: float | None, ended_s: float, hidden_s: float
 ) -> None:
     """Two seconds on the lane."""
@@ -420,7 +420,7 @@ def test_a_chunk_is_hidden_as_long_as_its_prompt_is_computed(
     assert Push(shared, session, begun_s=0.0, completed_s=completed_s).hidden_s(sent) == 0.0  # there is no prompt
 
 
-def test_load_counts_what_was_sent() -> None:
+def test_load_counts_sent_bytes() -> None:
     pair = Pair()
     pair.post.holding = True
     pair.start("r", prompt(12))

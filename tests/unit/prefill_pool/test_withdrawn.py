@@ -28,7 +28,7 @@ def test_kv_of_a_request_that_has_gone_makes_room_on_its_lane() -> None:
     assert pair.prefill.engine.load().transfer_bytes == 3 * BLOCK_BYTES
 
 
-def test_what_had_left_before_its_request_went_is_counted() -> None:
+def test_blocks_sent_before_an_abort_are_counted() -> None:
     """A gateway ends a request here once the other worker has answered."""
     pair = Pair(chunk_blocks=1)
     pair.post.holding = True
@@ -41,7 +41,7 @@ def test_what_had_left_before_its_request_went_is_counted() -> None:
     assert pair.prefill.engine.load().transfer_bytes == 3 * BLOCK_BYTES
 
 
-def test_what_was_on_the_wire_when_its_request_went_does_not_slow_down_its_lane(
+def test_blocks_in_transit_at_an_abort_do_not_slow_the_lane(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Routing divides the bytes by the seconds: neither counts, or both do."""

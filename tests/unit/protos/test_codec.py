@@ -45,7 +45,7 @@ def test_listed_messages_survive(name: str, body: object) -> None:
     assert MESSAGES.decode(MESSAGES.encode(name, body)) == (name, body)
 
 
-def test_what_is_not_listed_is_not_sent() -> None:
+def test_unlisted_types_are_not_sent() -> None:
     with pytest.raises(KeyError):
         MESSAGES.encode("shell", ())
     with pytest.raises(TypeError, match="cannot be sent between processes"):
@@ -125,7 +125,7 @@ class _Point(Value, frozen=True, kw_only=True):
     y: int = 2
 
 
-def test_defaults_are_those_that_are_written() -> None:
+def test_defaults_are_kept() -> None:
     assert replace(_Point(x=1), x=5) == _Point(x=5, y=2)
 
 

@@ -54,7 +54,7 @@ async def test_every_error_crosses_with_its_type_and_words(served: tuple[Refusal
         assert (error.message, error.param, error.retry_after_s) == ("größer als erlaubt", "max_tokens", 1.5)
 
 
-async def test_a_bug_crosses_as_internal_and_a_long_message_still_crosses(
+async def test_a_bug_arrives_as_internal_with_a_long_message(
     served: tuple[Refusals, grpc.aio.Channel],
 ) -> None:
     service, channel = served
@@ -83,5 +83,5 @@ async def test_a_peer_that_is_not_there_is_unavailable() -> None:
         ("something that grpc has never said before", "something that grpc has never said before"),
     ],
 )
-def test_what_became_of_a_connection_is_told_in_words(said: str, told: str) -> None:
+def test_a_connections_state_is_described_in_words(said: str, told: str) -> None:
     assert in_words(said).startswith(told)

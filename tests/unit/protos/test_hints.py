@@ -26,5 +26,5 @@ def test_a_long_list_says_how_much_longer_it_is() -> None:
     assert listed(["a", "b", "c", "d"], 2) == "a, b and 2 more"
 
 
-def test_one_is_told_as_one() -> None:
+def test_singular_and_plural_are_right() -> None:
     assert [counted(num, "thread") for num in (0, 1, 1200)] == ["0 threads", "1 thread", "1,200 threads"]

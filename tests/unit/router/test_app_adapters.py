@@ -87,7 +87,7 @@ async def test_an_administrator_loads_lists_and_unloads() -> None:
         assert (await client.delete("/admin/adapters/sql")).status_code == 404
 
 
-async def test_the_ledger_names_the_adapter_and_charges_it_like_its_model(tmp_path: Path) -> None:
+async def test_the_ledger_charges_an_adapter_like_its_model(tmp_path: Path) -> None:
     crew = Crew()
     crew.loaded_adapters["sql"] = SQL
     usd = {"input": 1e6, "cached": 1e6, "output": 1e6}

@@ -88,7 +88,7 @@ async def test_with_keys_a_gateway_has_any_name(tmp_path: Path) -> None:
         assert (await client.post("/v1/completions", json=PROMPT, headers=headers)).status_code == 200
 
 
-async def test_comments_come_while_a_prompt_is_read_and_the_answer_after_them() -> None:
+async def test_comments_precede_the_answer_during_prefill() -> None:
     gate, say = asyncio.Event(), saying("hi")
     async with visiting(lambda job: [gate, *say(job)], keep_alive_s=0.1) as client:
         lines = []

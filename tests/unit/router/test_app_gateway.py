@@ -33,7 +33,7 @@ def opened(**changes: Any) -> Gateway:
     return open_gateway(config, generate=Scripted(saying("hi")), fleet=Crew(), max_model_len=512)
 
 
-async def test_a_conversation_becomes_the_tokens_that_transformers_makes_of_it() -> None:
+async def test_a_conversation_has_transformers_tokens() -> None:
     gateway, theirs = opened(), PreTrainedTokenizerFast.from_pretrained(DEMO)
     expected = theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
     assert list(await gateway.texts.encode_chat(TALK)) == expected

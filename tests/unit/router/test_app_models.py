@@ -76,7 +76,7 @@ async def test_an_adapter_gets_no_name_that_another_model_has(root: str) -> None
         assert loaded.status_code == 200, loaded.text
 
 
-async def test_a_worker_that_brings_a_taken_name_takes_no_requests_of_it() -> None:
+async def test_a_duplicate_name_on_a_worker_gets_no_requests() -> None:
     (big, of_big), (small, of_small) = model("big", "hello"), model("small", "the")
     of_big.loaded_adapters |= {"small": replace(SQL, name="small"), "sql": SQL}
     of_small.loaded_adapters["sql"] = SQL
@@ -100,7 +100,7 @@ async def test_a_name_goes_before_the_alias_of_another_model() -> None:
         assert [row["id"] for row in (await client.get("/v1/models")).json()["data"]] == ["big", "gpt-4o", "small"]
 
 
-async def test_an_adapter_is_that_of_its_model() -> None:
+async def test_an_adapter_belongs_to_its_model() -> None:
     (big, _), (small, crew) = model("big", "hello"), model("small", "the")
     crew.loaded_adapters["sql"] = SQL
     async with two(big, small) as client:
@@ -110,7 +110,7 @@ async def test_an_adapter_is_that_of_its_model() -> None:
         assert (found["parent"], found["max_model_len"]) == ("small", small.card.max_model_len)
 
 
-async def test_a_body_may_be_as_long_as_the_longest_model_and_no_longer_than_its_own() -> None:
+async def test_a_body_may_be_as_long_as_its_model_allows() -> None:
     (small, _), (big, _) = model("small", "the"), model("big", "hello")
     async with two(small, big) as client:
         for name, status in (("big", 200), ("small", 400)):
@@ -135,7 +135,7 @@ async def test_each_model_has_its_own_application_below_its_name() -> None:
         assert (await client.get("/models/none/admin/status")).status_code == 404
 
 
-async def test_metrics_are_those_of_the_model_that_answered() -> None:
+async def test_metrics_are_counted_by_model() -> None:
     (big, _), (small, _) = model("big", "hello"), model("small", "the")
     async with two(big, small) as client:
         for name in ("big", "small", "small"):
@@ -147,7 +147,7 @@ async def test_metrics_are_those_of_the_model_that_answered() -> None:
     assert shown.count("# TYPE baton_requests_total counter") == 1
 
 
-async def test_ready_while_one_model_is_and_the_other_is_named() -> None:
+async def test_ready_while_any_model_is_and_others_are_named() -> None:
     (big, crew), (small, other) = model("big", "hello"), model("small", "the")
     crew.is_ready = False
     async with two(big, small) as client:
@@ -189,7 +189,7 @@ def test_a_batch_is_of_the_model_of_its_first_line(content: bytes, name: str) ->
     assert model_of(front_of([big, small]), lambda start, size: content[start : start + size]) == name
 
 
-async def test_a_model_that_is_not_there_is_named_with_those_that_are() -> None:
+async def test_an_unknown_model_is_named_with_the_known_ones() -> None:
     async with two(model("big", "hello")[0], model("small", "the")[0]) as client:
         missing = await client.get("/models/nope/admin/status")
         assert missing.status_code == 404
@@ -217,7 +217,7 @@ def _status_of(url: str) -> None:
         get_json(client, "/admin/status")
 
 
-def test_a_line_of_a_batch_for_another_model_is_refused_as_that() -> None:
+def test_a_batch_line_for_another_model_is_refused() -> None:
     big, small = beside_each_other([model("big", "hello")[0], model("small", "the")[0]])
     big.check_batch_model("big")
     with pytest.raises(UnknownModel, match=r"its first request \(big\): give requests for small a batch of"):

@@ -73,7 +73,7 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent() -> None:
     assert error_of(response)["code"] == "payload_too_large"
 
 
-async def test_a_body_of_unknown_length_is_refused_when_it_passes_the_limit() -> None:
+async def test_a_body_of_unknown_length_is_cut_at_the_limit() -> None:
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(100):
             yield b"x" * 100
@@ -147,7 +147,7 @@ PAGES = [
 ]
 
 
-async def test_what_answers_get_answers_head_without_a_body() -> None:
+async def test_head_is_answered_like_get_without_a_body() -> None:
     """Monitors ask so, and were told 405: use GET."""
     async with visiting() as (client, _):
         for path in PAGES:
@@ -243,7 +243,7 @@ def check_format(shown: str) -> None:
         assert (checked.returncode, checked.stderr) == (0, "")
 
 
-async def test_metrics_tell_what_happened() -> None:
+async def test_metrics_count_events() -> None:
     metrics = RequestMetrics(model="tiny")
 
     def value(name: str, **labels: str) -> float | None:

@@ -137,7 +137,7 @@ async def test_a_tenant_runs_as_many_at_once_as_it_may(tenants: Path) -> None:
     assert len(generate.jobs) == 2
 
 
-async def test_what_tenants_used_is_counted_by_kind(tenants: Path) -> None:
+async def test_tenants_use_is_counted_by_kind(tenants: Path) -> None:
     async with visiting(tenants) as (client, generate):
         await client.post("/v1/completions", json=PROMPT, headers=bearing(ACME))
         told = (await client.get("/metrics")).text
@@ -229,7 +229,7 @@ async def test_a_bound_on_the_first_token_comes_in_body_or_header(
 
 
 @pytest.mark.parametrize("told", ["soon", "nan", "-1", "0"])
-async def test_a_bound_that_is_none_is_refused(told: str) -> None:
+async def test_an_invalid_deadline_is_refused(told: str) -> None:
     async with visiting(None) as (client, _):
         response = await client.post("/v1/completions", json=PROMPT, headers={"x-baton-max-ttft-ms": told})
     assert response.status_code == 400

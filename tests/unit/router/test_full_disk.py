@@ -56,9 +56,7 @@ async def test_an_upload_without_room_for_it_is_unavailable(tmp_path: Path, monk
         assert refused.value.status_code == 503
 
 
-async def test_batches_on_a_full_disk_are_told_and_go_on_when_it_is_freed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_batches_survive_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     long = saying("x " * 200)
     async with batching(tmp_path, long, runs=False) as (client, made):
         file_id = await upload(client, 60)
@@ -129,7 +127,7 @@ async def test_nobody_else_on_the_host_reads_files_and_databases(tmp_path: Path)
     assert {path.name: mode for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)} == {}
 
 
-async def test_a_tenant_stores_no_more_than_its_quota(tmp_path: Path) -> None:
+async def test_a_tenants_quota_bounds_its_files(tmp_path: Path) -> None:
     size = len(json.dumps(line("0")))
     async with batching(tmp_path, runs=False, max_tenant_bytes=2 * size) as (client, _):
         first, _ = await upload(client), await upload(client)

@@ -35,7 +35,7 @@ def test_an_outage_has_a_line_at_its_beginning_and_at_its_end(clock: Clock, capl
     assert [(record.levelname, record.message) for record in caplog.records] == [("WARNING", "away"), ("INFO", "here")]
 
 
-def test_what_flaps_has_two_lines_a_minute_with_a_count(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flapping_fault_has_two_lines_a_minute(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     outage = OutageLog(logging.getLogger("test"), clock)
     for _ in range(600):  # five minutes
         outage.lost("why", "away")

@@ -74,7 +74,7 @@ def test_a_rank_that_stops_leaves_no_file(tmp_path: Path) -> None:
     first.release()
 
 
-def test_what_a_killed_rank_left_is_taken(tmp_path: Path) -> None:
+def test_a_killed_ranks_cores_are_taken(tmp_path: Path) -> None:
     folder = tmp_path / "cores"
     folder.mkdir()
     (folder / "0").touch()

@@ -37,7 +37,7 @@ def verify(toy: ToyEngine, *draft_ids: int) -> list[SequenceUpdate]:
     ("draft_ids", "num_tokens"),
     [((), 1), (ANSWER[1:3], 3), ((ANSWER[1], WRONG), 2), ((WRONG, ANSWER[2]), 1)],
 )
-def test_a_row_brings_the_drafts_that_hold_and_a_token_after_them(draft_ids: tuple[int, ...], num_tokens: int) -> None:
+def test_a_row_brings_accepted_drafts_and_one_more_token(draft_ids: tuple[int, ...], num_tokens: int) -> None:
     toy = first_token()
     (update,) = verify(toy, *draft_ids)
     assert update.token_ids == ANSWER[1 : 1 + num_tokens]

@@ -25,7 +25,7 @@ def run(toy: ToyEngine) -> None:
         toy.step()
 
 
-def test_nothing_is_kept_and_no_clock_is_read_before_somebody_asks() -> None:
+def test_nothing_is_recorded_before_a_request() -> None:
     timeline = Timeline(lambda: pytest.fail("nobody asked for the time"))
     with timeline.span("plan"):
         pass
@@ -34,7 +34,7 @@ def test_nothing_is_kept_and_no_clock_is_read_before_somebody_asks() -> None:
     assert timeline.record() == ((), 0)
 
 
-def test_a_full_ring_keeps_the_latest_and_says_how_many_are_missing() -> None:
+def test_a_full_ring_keeps_the_latest_and_counts_the_rest() -> None:
     timeline = ticking(capacity=3)
     timeline.record(True)
     for step in range(1, 6):
@@ -69,7 +69,7 @@ def test_a_batch_is_counted_once_for_all_its_spans() -> None:
     assert told == [(1, 2, 7, 13)] * 2
 
 
-def test_a_recording_ends_with_what_it_has_and_a_new_one_is_empty() -> None:
+def test_a_recording_ends_with_its_spans_and_restarts_empty() -> None:
     timeline = ticking()
     timeline.record(True)
     with timeline.span("tick"):
@@ -81,7 +81,7 @@ def test_a_recording_ends_with_what_it_has_and_a_new_one_is_empty() -> None:
     assert timeline.record() == ((), 0)
 
 
-def test_a_span_that_began_while_recording_and_ended_after_is_left_out() -> None:
+def test_a_span_that_outlasts_the_recording_is_left_out() -> None:
     timeline = ticking()
     timeline.record(True)
     with timeline.span("tick"):
@@ -106,7 +106,7 @@ def test_every_step_is_seen_once_in_each_of_its_parts(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_parts_of_one_thread_never_overlap_and_device_times_neither(depth: int) -> None:
+def test_parts_and_device_times_never_overlap(depth: int) -> None:
     toy = ToyEngine(depth=depth)
     toy.engine.timeline.record(True)
     run(toy)
@@ -166,7 +166,7 @@ def test_a_device_that_keeps_time_is_believed() -> None:
     assert [step.span() for step in steps] == [(101.0, 102.0), (103.0, 104.0)]
 
 
-def test_the_time_of_a_device_is_its_own_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_devices_time_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     toy = ToyEngine(depth=1)
     launch = toy.engine._pipeline.launch
 

@@ -60,7 +60,7 @@ def test_with_a_temperature_seed_and_index_count() -> None:
     assert sampled(1, 0.0) == sampled(2, 0.0)
 
 
-def test_banned_ids_are_not_chosen_and_unasked_rows_sample_nothing() -> None:
+def test_banned_ids_are_not_chosen() -> None:
     runner = ToyRunner(WEIGHT, 4, VOCAB)
     expected = by_hand(PROMPT, 1)[0]
     banned = Sample(params=GREEDY.params, index=0, banned_ids=(expected,))

@@ -38,13 +38,13 @@ def test_ranks_must_be_able_to_share_the_model(tmp_path: Path) -> None:
     assert refused(tmp_path, worker={"tp": 2}, pools={"prefill_tp": 4}) == ""
 
 
-def test_a_context_longer_than_the_models_own_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_context_beyond_the_models_is_refused_early(tmp_path: Path) -> None:
     told = refused(tmp_path, worker={"max_model_len": 2049})
     assert told.startswith("worker.max_model_len is 2049: this model was made for 2048 at most")
     assert refused(tmp_path, worker={"max_model_len": 2048}) == ""
 
 
-def test_gateways_take_as_many_tokens_as_workers_of_a_model_with_rope_scaling(tmp_path: Path) -> None:
+def test_gateways_allow_the_workers_length_with_rope_scaling(tmp_path: Path) -> None:
     fields = json.loads((Path(DEMO["model"]) / "config.json").read_text())
     fields["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -52,9 +52,7 @@ def test_gateways_take_as_many_tokens_as_workers_of_a_model_with_rope_scaling(tm
     assert max_model_len_of(make_config({"model": str(tmp_path), "worker": {"max_model_len": 4096}})) == 4096
 
 
-def test_a_cluster_without_prefill_workers_is_told_what_that_means(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cluster_without_prefill_workers_gets_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert refused(tmp_path, pools={"prefill": 0, "decode": 3}) == ""
     assert "decode workers prefill their prompts themselves" in caplog.text
     assert "--workers 3" in caplog.text
@@ -94,12 +92,12 @@ def test_workers_must_fit_into_memory(tmp_path: Path) -> None:
         (f"model:{HEADS / 'eagle3'}", "eagle3: LlamaForCausalLMEagle3 is not served"),
     ],
 )
-def test_what_cannot_draft_is_refused_before_anything_starts(tmp_path: Path, speculate: str, words: str) -> None:
+def test_an_impossible_proposer_is_refused_early(tmp_path: Path, speculate: str, words: str) -> None:
     assert words in refused(tmp_path, worker={"speculate": speculate})
 
 
 @pytest.mark.parametrize("speculate", [f"model:{DEMO['model']}", f"eagle:{HEADS / 'eagle3'}"])
-def test_memory_of_what_drafts_is_counted(tmp_path: Path, speculate: str) -> None:
+def test_a_proposers_memory_is_counted(tmp_path: Path, speculate: str) -> None:
     """Its weights with each worker, its KV with each block."""
     assert refused(tmp_path, worker={"speculate": speculate}) == ""
     for sizes in ({"pools": {"decode": 500}}, {"worker": {"num_blocks": 10**6}}):
@@ -126,7 +124,7 @@ def test_memory_for_the_host_tier_must_be_there_for_every_worker(tmp_path: Path)
 
 
 @pytest.mark.parametrize("device", ["nvidia0", "nvidiactl"])
-def test_a_gpu_is_not_waited_for_where_there_is_none(tmp_path: Path, device: str) -> None:
+def test_a_missing_gpu_is_not_awaited(tmp_path: Path, device: str) -> None:
     (tmp_path / device).touch()
     told = refused(tmp_path, worker={"device": "cuda"})
     assert told == (

@@ -53,9 +53,7 @@ def own_log() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_log")
-async def test_the_next_supervisor_receives_what_the_rank_came_to_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_next_supervisor_receives_missed_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that broke while there was no supervisor is not merely gone."""
     opening = asyncio.Event()
     loop, may_fail = asyncio.get_running_loop(), asyncio.Event()
@@ -86,9 +84,7 @@ async def test_the_next_supervisor_receives_what_the_rank_came_to_meanwhile(
 
 
 @pytest.mark.usefixtures("own_log")
-async def test_the_log_of_a_rank_goes_on_after_a_line_that_utf_8_cannot_encode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_ranks_log_survives_unencodable_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of a file may be such. Nothing was sent to the supervisor after it."""
     monkeypatch.setattr(logging.getLogger("baton"), "propagate", False)  # what pytest captures must be encodable
     log = logging.getLogger("baton.worker")
@@ -108,7 +104,7 @@ async def test_the_log_of_a_rank_goes_on_after_a_line_that_utf_8_cannot_encode(
         await supervisor.close()
 
 
-async def test_a_rank_ends_when_the_process_that_holds_its_cluster_is_killed(tmp_path: Path) -> None:
+async def test_a_rank_ends_with_the_process_that_holds_its_cluster(tmp_path: Path) -> None:
     lock = tmp_path / "owned"
     holder = await asyncio.create_subprocess_exec(
         sys.executable, "-c", HOLDER, str(lock), stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -123,7 +119,7 @@ async def test_a_rank_ends_when_the_process_that_holds_its_cluster_is_killed(tmp
     await asyncio.wait_for(ended(pid), PATIENCE_S)
 
 
-async def test_a_rank_on_another_machine_ends_without_a_word_from_its_cluster(tmp_path: Path) -> None:
+async def test_a_remote_rank_ends_without_contact(tmp_path: Path) -> None:
     await asyncio.wait_for(ended(start(tmp_path, contact_s=0.1)), PATIENCE_S)
 
 
@@ -163,7 +159,7 @@ async def test_the_last_line_of_a_process_that_crashed_is_told(tmp_path: Path) -
     assert told == "its process is gone: it ended with exit code 1: MemoryError: no room"
 
 
-async def test_a_channel_ends_with_what_cannot_be_read(tmp_path: Path) -> None:
+async def test_a_channel_ends_at_unreadable_bytes(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     channel = await MessageChannel.over(ours, RANK_MESSAGES)
     with theirs:

@@ -27,9 +27,7 @@ from tests.unit.cluster.supervision.staged_supervisor import (
 )
 
 
-async def test_a_larger_pool_starts_what_is_new_and_leaves_the_others_alone(
-    stage: Stage, supervisor: Supervisor
-) -> None:
+async def test_growing_starts_new_workers_and_keeps_the_others(stage: Stage, supervisor: Supervisor) -> None:
     running = await grown(stage, supervisor)
     assert supervisor.plans == LARGER
     assert "announce decode-1 decode-1:1" in stage.done
@@ -53,9 +51,7 @@ async def test_a_smaller_pool_drains_then_ends_then_withdraws(stage: Stage, supe
     assert not running.done()
 
 
-async def test_a_worker_that_ends_while_it_is_drained_is_not_started_again(
-    stage: Stage, supervisor: Supervisor
-) -> None:
+async def test_a_worker_that_ends_during_its_drain_is_not_restarted(stage: Stage, supervisor: Supervisor) -> None:
     await grown(stage, supervisor)
     resizing = asyncio.create_task(supervisor.resize(PLANS))
     await stage.until("drain decode-1:1")
@@ -90,9 +86,7 @@ async def test_a_worker_that_is_desired_again_starts_once_it_has_gone(stage: Sta
     ]
 
 
-async def test_a_new_worker_that_can_never_start_is_given_up_and_nothing_else_ends(
-    stage: Stage, supervisor: Supervisor
-) -> None:
+async def test_a_worker_that_cannot_start_is_given_up_alone(stage: Stage, supervisor: Supervisor) -> None:
     running = await serving(stage, supervisor)
     resizing = asyncio.create_task(supervisor.resize(LARGER))
     await stage.until("launch decode-1")
@@ -104,7 +98,7 @@ async def test_a_new_worker_that_can_never_start_is_given_up_and_nothing_else_en
     assert not running.done()
 
 
-async def test_the_next_supervisor_ends_what_the_one_before_was_about_to_end(stage: Stage) -> None:
+async def test_the_next_supervisor_finishes_a_drain(stage: Stage) -> None:
     life = Life("decode-1", 7)
     info = WorkerInfo(
         worker_id="decode-1", incarnation=7, role=PLANS[1].role, model="m", address="h:5", layout=LAYOUT,
@@ -126,9 +120,7 @@ async def test_the_next_supervisor_ends_what_the_one_before_was_about_to_end(sta
 # -- revisions ---------------------------------------------------------------------------------------------------------
 
 
-async def test_the_last_worker_of_a_revision_is_drained_when_its_answers_have_ended(
-    stage: Stage, supervisor: Supervisor
-) -> None:
+async def test_a_revisions_last_worker_drains_after_its_answers(stage: Stage, supervisor: Supervisor) -> None:
     """Others of its revision could take its sequences; those of another one cannot."""
     await serving(stage, supervisor)
     newer = tuple(replace(plan, revision=Revision(name="new")) for plan in LARGER[-1:])
@@ -147,7 +139,7 @@ async def test_the_last_worker_of_a_revision_is_drained_when_its_answers_have_en
     assert supervisor.views.keys() == {"decode-1"}
 
 
-async def test_a_worker_beside_others_of_its_revision_is_drained_at_once(stage: Stage, supervisor: Supervisor) -> None:
+async def test_a_worker_with_others_of_its_revision_drains_at_once(stage: Stage, supervisor: Supervisor) -> None:
     await grown(stage, supervisor)
     stage.drained.set()
     await supervisor.resize(PLANS)
@@ -183,7 +175,7 @@ async def test_a_role_that_is_changed_back_is_not_waited_for(stage: Stage, super
     await back
 
 
-async def test_a_worker_that_dies_while_it_changes_starts_in_its_new_role(stage: Stage, supervisor: Supervisor) -> None:
+async def test_a_worker_that_dies_during_a_flip_starts_in_its_new_role(stage: Stage, supervisor: Supervisor) -> None:
     await grown(stage, supervisor)
     flipping = asyncio.create_task(supervisor.resize(FLIPPED))
     await stage.until("decode-1:1 becomes prefill")
@@ -196,7 +188,7 @@ async def test_a_worker_that_dies_while_it_changes_starts_in_its_new_role(stage:
     await flipping
 
 
-async def test_an_adopted_worker_gets_the_role_that_its_last_supervisor_was_about_to_give_it(stage: Stage) -> None:
+async def test_an_adopted_worker_gets_the_role_it_was_to_have(stage: Stage) -> None:
     life = Life("decode-0", 7)
     supervisor = supervisor_of(stage)
     desired = [replace(PLANS[0], role=WorkerRole.DECODE), replace(PLANS[1], role=WorkerRole.PREFILL)]
@@ -208,9 +200,7 @@ async def test_an_adopted_worker_gets_the_role_that_its_last_supervisor_was_abou
     await asyncio.wait([task])
 
 
-async def test_the_last_worker_that_serves_does_not_drain_before_another_one_serves(
-    stage: Stage, supervisor: Supervisor
-) -> None:
+async def test_the_last_serving_worker_waits_for_another_to_serve(stage: Stage, supervisor: Supervisor) -> None:
     """Requests had no worker while the fleet was exchanged for one that had still to start."""
     await serving(stage, supervisor)
     other = [replace(plan, worker_id=plan.worker_id.replace("0", "7")) for plan in PLANS]

@@ -57,9 +57,7 @@ async def test_a_dead_worker_comes_back_as_a_new_incarnation(stage: Stage, super
     assert not running.done()
 
 
-async def test_gateways_know_that_a_successor_is_starting_and_how_far_it_is(
-    stage: Stage, supervisor: Supervisor
-) -> None:
+async def test_gateways_see_a_successors_progress(stage: Stage, supervisor: Supervisor) -> None:
     await start(stage, supervisor)
     for worker_id, lives in stage.lives.items():
         lives[0].serve(f"{worker_id}:1")
@@ -93,7 +91,7 @@ async def test_a_worker_that_ends_before_it_serves_has_failed(stage: Stage, supe
     assert 1.0 in stage.slept
 
 
-async def test_a_worker_that_is_there_but_gets_nowhere_is_started_again(stage: Stage, supervisor: Supervisor) -> None:
+async def test_a_stuck_worker_is_restarted(stage: Stage, supervisor: Supervisor) -> None:
     await start(stage, supervisor)
     stuck = WorkerLost("no step finished for 60 s")
     for beat in (stuck, stuck, None, stuck, stuck, stuck):
@@ -106,9 +104,7 @@ async def test_a_worker_that_is_there_but_gets_nowhere_is_started_again(stage: S
     assert reasons == ["it is not well: no step finished for 60 s"]
 
 
-async def test_a_worker_that_can_never_start_ends_everything_with_its_reason(
-    stage: Stage, supervisor: Supervisor
-) -> None:
+async def test_a_worker_that_can_never_start_ends_everything(stage: Stage, supervisor: Supervisor) -> None:
     running = await start(stage, supervisor)
     stage.lives["decode-0"][0].die(BadCheckpoint("no weights in there"))
     with pytest.raises(BadCheckpoint, match="no weights in there"):
@@ -118,9 +114,7 @@ async def test_a_worker_that_can_never_start_ends_everything_with_its_reason(
     assert stage.lives["prefill-0"][0].closed
 
 
-async def test_a_bug_in_one_workers_launch_is_counted_and_does_not_end_the_others(
-    stage: Stage, supervisor: Supervisor
-) -> None:
+async def test_a_bug_in_one_launch_is_counted_and_ends_no_other(stage: Stage, supervisor: Supervisor) -> None:
     running = await start(stage, supervisor)
     stage.lives["prefill-0"][0].die(ValueError("a bug"))
     await stage.launched("prefill-0", times=2)
@@ -163,7 +157,7 @@ async def test_a_worker_that_runs_is_followed_and_not_launched(stage: Stage, ser
     await asyncio.wait([task])
 
 
-async def test_an_adopted_worker_is_asked_for_its_health_before_its_stream_says_anything(stage: Stage) -> None:
+async def test_an_adopted_worker_is_queried_before_its_stream_speaks(stage: Stage) -> None:
     """Ray, through which a stream comes, may be away for long."""
 
     async def silent() -> AsyncGenerator[Event, None]:
@@ -181,7 +175,7 @@ async def test_an_adopted_worker_is_asked_for_its_health_before_its_stream_says_
     await asyncio.wait([task])
 
 
-async def test_settings_that_once_served_are_not_given_up_by_the_next_supervisor(stage: Stage) -> None:
+async def test_settings_that_once_served_are_kept_by_the_next_supervisor(stage: Stage) -> None:
     supervisor = supervisor_of(stage)
     task = await start(stage, supervisor, running={"decode-0": RunningWorker(has_served=True)})
     stage.lives["decode-0"][0].die(BadCheckpoint("the disk is away"))

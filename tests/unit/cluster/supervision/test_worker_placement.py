@@ -55,7 +55,7 @@ def test_threads_share_the_cores_of_a_machine() -> None:
         (PoolsConfig(), 4, 4.0, ["2 workers of together 8 ranks share 4 CPUs", "fewer workers, or a smaller --tp"]),
     ],
 )
-def test_workers_that_share_cpus_are_named_with_what_fits(
+def test_workers_that_share_cpus_get_a_warning_with_a_fix(
     pools: PoolsConfig, tp: int, cpus: float, words: list[str]
 ) -> None:
     nodes = (NodeResources(cpus=cpus),)
@@ -87,7 +87,7 @@ def test_ranks_of_a_worker_share_a_machine() -> None:
     assert "but on one machine each for 0 of them only" in why_not_gpus(PoolsConfig(colocated=1), apart, tp=2)
 
 
-def test_ranks_of_a_worker_may_be_on_several_machines_where_that_is_wanted() -> None:
+def test_a_workers_ranks_may_span_machines_if_set() -> None:
     apart = (NodeResources(cpus=8.0, gpus=1.0), NodeResources(cpus=8.0, gpus=1.0))
     [worker] = plan(PoolsConfig(colocated=1), apart, tp=2, device="auto", span_nodes=True)
     assert (worker.device, worker.spans_nodes) == ("cuda", True)
@@ -139,7 +139,7 @@ def test_shares_never_exceed_the_machine(cpus: int, count: int, tp: int) -> None
     assert len({worker.worker_id for worker in workers}) == count
 
 
-def test_a_new_worker_shares_what_is_left_and_the_others_keep_theirs() -> None:
+def test_a_new_worker_shares_the_rest_and_others_keep_theirs() -> None:
     before = plan(PoolsConfig(), LAPTOP, tp=1, device="auto")
     more = replan(before, PoolsConfig(decode=2), LAPTOP, tp=1)
     assert more[:2] == before
@@ -169,7 +169,7 @@ def test_a_flipped_worker_keeps_its_name_and_its_place() -> None:
     )
 
 
-def test_a_flip_between_pools_of_different_tensor_parallelism_is_refused() -> None:
+def test_a_flip_between_different_tensor_parallelism_is_refused() -> None:
     pools = PoolsConfig(decode=2, decode_tp=2)
     before = plan(pools, LAPTOP, tp=1, device="cpu")
     with pytest.raises(Misconfigured, match=r"decode-1 has 2 ranks, and a prefill worker has 1: .*scale both"):
@@ -182,7 +182,7 @@ def test_more_ranks_than_cores_can_carry_are_refused() -> None:
         check_cores(PoolsConfig(prefill=1, decode=8), LAPTOP, tp=1)
 
 
-def test_what_is_missing_is_named_worker_by_worker() -> None:
+def test_missing_workers_are_named_one_by_one() -> None:
     desired = {"decode-0": WorkerRole.DECODE, "decode-1": WorkerRole.PREFILL, "decode-2": WorkerRole.DECODE}
     serving = {"decode-0": WorkerRole.DECODE, "decode-1": WorkerRole.DECODE, "decode-9": WorkerRole.DECODE}
     assert missing(desired, serving) == [
@@ -191,7 +191,7 @@ def test_what_is_missing_is_named_worker_by_worker() -> None:
     assert missing(desired, desired) == []
 
 
-def test_workers_of_two_revisions_share_the_machine_during_a_roll() -> None:
+def test_workers_of_two_revisions_share_the_machine() -> None:
     before, new = plan(PoolsConfig(decode=2), LAPTOP, tp=1, device="cpu"), Revision(name="new", model="/models/new")
     counts = {WorkerRole.PREFILL: 1, WorkerRole.DECODE: 2}
     both = replan(before, PoolsConfig(decode=1), LAPTOP, tp=1, revision=new, others=counts)

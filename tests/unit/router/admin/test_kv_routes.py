@@ -26,7 +26,7 @@ def crew() -> Crew:
     return made
 
 
-async def test_every_ticket_of_every_worker_is_told_with_its_age_owner_and_bytes() -> None:
+async def test_every_ticket_is_shown_with_its_age_owner_and_bytes() -> None:
     async with (
         serving(make_gateway(Scripted(saying("hi")), fleet=crew())) as url,
         httpx.AsyncClient(timeout=60) as client,

@@ -132,11 +132,11 @@ async def test_a_shadow_scores_and_does_not_act(make: Callable[..., Cluster]) ->
     assert 'baton_prediction_error_seconds{what="tpot",worker="c0"}' in told
 
 
-def test_a_process_that_is_interrupted_while_it_reads_its_clocks_is_not_off() -> None:
+def test_an_interruption_between_clock_readings_is_no_offset() -> None:
     own = chain([1.0, 3.0, 3.0, 3.0], repeat(3.0))  # interrupted for two seconds between the first two
     assert ahead_s(lambda: 103.0, lambda: next(own)) == 100.0
 
 
-def test_it_is_the_difference_of_two_clocks_that_go_on() -> None:
+def test_the_offset_is_the_difference_of_two_running_clocks() -> None:
     ticks: Iterator[int] = iter(range(100))
     assert abs(ahead_s(lambda: 50.0 + next(ticks), lambda: float(next(ticks))) - 50.0) < 1.0

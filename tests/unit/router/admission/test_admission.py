@@ -111,7 +111,7 @@ async def test_an_idle_fleet_is_given_a_job_at_once() -> None:
     assert pool.given == ["a"]
 
 
-async def test_what_was_found_in_a_cache_is_taken_off_once_however_often_it_is_told() -> None:
+async def test_a_cache_hit_is_subtracted_once() -> None:
     pool = Pool()
 
     async def reading(job: Job) -> AsyncGenerator[TokenDelta, None]:
@@ -166,7 +166,7 @@ async def test_when_there_is_room_again_the_line_moves_in_fair_order() -> None:
     await asyncio.gather(*running)
 
 
-async def test_what_cannot_come_in_time_is_refused_at_once_with_the_time_to_come_again() -> None:
+async def test_an_unreachable_deadline_is_refused_with_a_retry_time() -> None:
     pool = Pool()
     gate = admission(pool)
     pool.show(queued_prefill_tokens=5000, num_waiting=5)
@@ -179,7 +179,7 @@ async def test_what_cannot_come_in_time_is_refused_at_once_with_the_time_to_come
     assert gate.refused.deadline_unreachable == 1
 
 
-def test_who_is_refused_comes_again_behind_those_refused_before_it() -> None:
+def test_a_refused_job_returns_after_those_refused_before_it() -> None:
     """Told the same moment, all of them would find the same line again."""
     returning, numbers = Returning(), count()
 
@@ -196,7 +196,7 @@ def test_who_is_refused_comes_again_behind_those_refused_before_it() -> None:
     assert told(now=5.0) > 4.0, "prompts are read at a quarter of that speed: a writer is what is missing"
 
 
-async def test_what_an_idle_cluster_could_not_do_promises_no_time_to_come_again() -> None:
+async def test_an_impossible_deadline_has_no_retry_time() -> None:
     pool = Pool()
     gate = admission(pool)
     pool.show(prefill_time=Line(each_s=1.0))  # first tokens have been very late lately, for whatever reason
@@ -211,7 +211,7 @@ async def test_what_an_idle_cluster_could_not_do_promises_no_time_to_come_again(
     )
 
 
-async def test_a_bound_below_what_comes_to_every_first_token_cannot_be_met() -> None:
+async def test_a_deadline_below_the_overhead_cannot_be_met() -> None:
     """However fast prompts are read: a step, the calls and the gateway itself take their time."""
     pool = Pool()
     gate = admission(pool)
@@ -229,7 +229,7 @@ async def test_a_bound_below_what_comes_to_every_first_token_cannot_be_met() -> 
         await run(gate, job("tiny", num_tokens=30, max_ttft_s=0.001))
 
 
-def test_a_reader_that_is_not_measured_refuses_nothing_that_an_idle_one_would_serve() -> None:
+def test_an_unmeasured_worker_refuses_nothing_it_could_serve() -> None:
     candidate = replace(Pool().candidate, prefill_tokens_per_s=1e4, prefill_time=Line(fixed_s=0.018, each_s=1e-4))
     newcomer = replace(candidate, worker_id="w1", prefill_tokens_per_s=0.0)
 
@@ -277,7 +277,7 @@ async def test_a_prompt_is_hashed_once_however_many_ask(monkeypatch: pytest.Monk
     assert replace(queued, cache_salt=b"other").hashes(16) != own
 
 
-def test_a_cluster_that_fell_behind_once_does_not_refuse_everybody_while_it_does_nothing() -> None:
+def test_an_idle_cluster_does_not_refuse_for_past_delays() -> None:
     async def scenario() -> None:
         pool = Pool()
         gate = admission(pool)
@@ -339,7 +339,7 @@ async def test_a_full_line_refuses_the_one_who_would_go_last() -> None:
     await asyncio.gather(*running.values())
 
 
-async def test_who_leaves_the_line_is_out_of_it() -> None:
+async def test_a_cancelled_job_leaves_the_queue() -> None:
     pool = Pool()
     gate = admission(pool)
     pool.show(num_waiting=64)
@@ -354,7 +354,7 @@ async def test_who_leaves_the_line_is_out_of_it() -> None:
     assert not pool.given
 
 
-async def test_a_full_line_has_the_place_of_one_who_is_just_leaving_it() -> None:
+async def test_a_full_queue_takes_the_place_of_a_leaving_job() -> None:
     pool = Pool()
     gate = admission(pool, max_queued=1)
     pool.show(num_waiting=64)
@@ -371,7 +371,7 @@ async def test_a_full_line_has_the_place_of_one_who_is_just_leaving_it() -> None
     assert pool.given == ["coming"]
 
 
-def test_after_a_full_wait_nobody_is_sent_back_into_the_same_line_at_once() -> None:
+def test_a_full_wait_has_a_retry_time_beyond_the_queue() -> None:
     async def scenario() -> None:
         pool = Pool()
         gate = admission(pool, max_queue_s=30.0)
@@ -384,7 +384,7 @@ def test_after_a_full_wait_nobody_is_sent_back_into_the_same_line_at_once() -> N
     run_virtually(scenario())
 
 
-def test_a_full_line_tells_when_it_will_have_moved_on_at_the_pace_of_seats() -> None:
+def test_a_full_queue_gives_a_time_by_its_pace() -> None:
     async def scenario() -> None:
         pool = Pool()
         gate = admission(pool, max_queued=10)
@@ -420,7 +420,7 @@ async def test_nobody_waits_for_longer_than_a_request_may() -> None:
     assert gate.refused.queue_timeout == 1
 
 
-async def test_a_job_that_waited_too_long_to_be_read_in_time_is_not_begun_with() -> None:
+async def test_a_job_too_late_for_its_deadline_is_not_begun() -> None:
     pool = Pool()
     gate = admission(pool)
     pool.show(num_waiting=64)
@@ -433,7 +433,7 @@ async def test_a_job_that_waited_too_long_to_be_read_in_time_is_not_begun_with()
     assert gate.refused.queue_timeout == 1
 
 
-async def test_nobody_is_let_past_those_that_were_let_through_and_turned_away() -> None:
+async def test_no_job_passes_admitted_jobs_without_room() -> None:
     pool = Pool()
     gate = admission(pool)
     pool.num_turned_away = 1

@@ -222,7 +222,7 @@ def test_requests_are_refused_by_no_rate_that_is_not_measured() -> None:
     run_virtually(scenario())
 
 
-def test_no_request_is_refused_by_ends_that_no_rate_is_measured_of_yet() -> None:
+def test_too_few_ends_refuse_nothing() -> None:
     outcomes = run_virtually(fates(Seats(every_s=0.01), [(0.0, "", 500)] * 40 + [(0.012, "", 500)] * 40))
     assert all(fate.begun for fate in outcomes)
 

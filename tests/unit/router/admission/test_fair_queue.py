@@ -89,7 +89,7 @@ def test_silence_saves_nothing_up() -> None:
     assert Counter(message.tenant for message in drained(queue)[:4]) == {"steady": 2, "returned": 2}
 
 
-def test_the_one_who_would_go_last_is_of_the_tenant_with_the_longest_line() -> None:
+def test_the_last_job_is_of_the_tenant_with_the_longest_queue() -> None:
     queue = FairQueue()
     for number in range(5):
         queue.push(entry(number, "flood"))
@@ -99,7 +99,7 @@ def test_the_one_who_would_go_last_is_of_the_tenant_with_the_longest_line() -> N
     assert (last.tenant, last.number) == ("flood", 4)
 
 
-def test_tokens_ahead_are_those_a_fair_order_puts_there() -> None:
+def test_tokens_ahead_follow_the_fair_order() -> None:
     queue = FairQueue()
     for number in range(30):
         queue.push(entry(number, "flood"))

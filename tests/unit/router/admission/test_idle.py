@@ -117,7 +117,7 @@ async def test_a_suspended_job_goes_on_behind_its_tokens() -> None:
     assert len({job.request_id for job in jobs}) == len(jobs), "a worker may still have the run before"
 
 
-async def test_jobs_whose_prompts_are_being_read_are_not_taken_for_people() -> None:
+async def test_jobs_in_prefill_are_not_counted_as_people() -> None:
     """A batch alone on a worker goes up to the objective; people on it would allow a tenth more, which is nobody."""
     running = 0
 

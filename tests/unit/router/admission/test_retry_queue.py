@@ -14,7 +14,7 @@ from tests.unit.cluster.virtual_time import run_virtually
 from tests.unit.router.admission.test_admission import Pool, admission, job, run, settle
 
 
-def test_who_was_let_through_and_found_no_room_is_not_told_less_than_the_line() -> None:
+def test_an_admitted_job_without_room_waits_as_long_as_the_queue() -> None:
     class Full(Pool):
         async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
             await asyncio.sleep(5.0)
@@ -37,7 +37,7 @@ def test_who_was_let_through_and_found_no_room_is_not_told_less_than_the_line() 
     run_virtually(scenario())
 
 
-def test_who_was_let_through_and_found_no_room_comes_again_behind_the_line() -> None:
+def test_an_admitted_job_without_room_returns_after_the_queue() -> None:
     class Full(Pool):
         async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
             async with aclosing(super().__call__(job)) as deltas:

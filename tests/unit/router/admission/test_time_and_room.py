@@ -52,7 +52,7 @@ def behind(role: WorkerRole, number: int = 0) -> Candidate:
         ((), True),  # nobody is here: that is for the dispatcher to say
     ],
 )
-def test_a_pair_takes_more_while_its_reader_is_not_behind_and_its_writer_has_blocks(
+def test_a_pair_takes_work_while_prefill_and_blocks_allow(
     workers: tuple[Candidate, ...], fits: bool, count: int
 ) -> None:
     """An idle decode worker is no reason to give a prefill worker more than it can begin with."""

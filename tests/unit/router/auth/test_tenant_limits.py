@@ -9,7 +9,7 @@ from router.auth.tenant_limits import LocalLimits
 from router.auth.tenants import Tenant
 
 
-async def test_a_minutes_requests_may_come_at_once_and_then_at_the_rate() -> None:
+async def test_a_minutes_requests_may_come_at_once() -> None:
     limits, tenant = LocalLimits(), Tenant(name="acme", requests_per_min=6)
     for number in range(6):
         await limits.enter(tenant, f"r{number}", 10, now=100.0)
@@ -31,7 +31,7 @@ async def test_answers_are_paid_for_by_waiting() -> None:
     await limits.enter(tenant, "r1", 100, now=40.0)
 
 
-async def test_a_prompt_of_more_than_a_minutes_tokens_is_taken_when_nothing_is_owed() -> None:
+async def test_an_oversized_prompt_is_taken_when_nothing_is_owed() -> None:
     limits, tenant = LocalLimits(), Tenant(name="acme", tokens_per_min=600)
     await limits.enter(tenant, "r0", 5000, now=0.0)
     with pytest.raises(RateLimited) as refused:
@@ -40,7 +40,7 @@ async def test_a_prompt_of_more_than_a_minutes_tokens_is_taken_when_nothing_is_o
     await limits.enter(tenant, "r1", 5000, now=500.0)
 
 
-async def test_as_many_at_once_as_may_and_another_when_one_has_ended() -> None:
+async def test_concurrency_is_limited_and_freed() -> None:
     limits, tenant = LocalLimits(), Tenant(name="acme", max_concurrent=2)
     await limits.enter(tenant, "r0", 1, now=0.0)
     await limits.enter(tenant, "r1", 1, now=0.0)

@@ -18,7 +18,7 @@ def roster_of(tmp_path: Path, text: str) -> Roster:
     return read_roster(path)
 
 
-def test_a_key_finds_its_tenant_and_only_its_hash_is_written_down(tmp_path: Path) -> None:
+def test_a_key_finds_its_tenant_and_only_its_hash_is_stored(tmp_path: Path) -> None:
     text = f"""
         admin_keys = ["{hash_of(ADMIN)}"]
         [tenants.acme]

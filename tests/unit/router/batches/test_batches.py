@@ -125,7 +125,7 @@ async def test_a_file_must_have_the_right_number_of_lines(tmp_path: Path, conten
         assert [row.code for row in (await ended(client, batch.id)).errors.data] == [code]
 
 
-async def test_cancelled_and_expired_batches_keep_what_is_done(tmp_path: Path) -> None:
+async def test_cancelled_and_expired_batches_keep_their_results(tmp_path: Path) -> None:
     gate = asyncio.Event()
 
     def script(job: Job) -> Any:
@@ -218,7 +218,7 @@ def _short_alone(job: Job) -> Any:
 LONG = line("long", body={"model": "tiny", "messages": [{"role": "user", "content": "hello " * 40}]})
 
 
-async def test_a_new_owner_does_not_reject_what_ran_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_owner_accepts_lines_that_ran_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its model, an adapter perhaps, is there no more; the limits are lower now."""
     async with batching(tmp_path, _short_alone, runs=False) as (client, made):
         batch = await _handed_over(made, client, [line("short"), LONG], 1)
@@ -235,7 +235,7 @@ async def test_a_new_owner_does_not_reject_what_ran_before(tmp_path: Path, monke
         assert failed["response"]["status_code"] == 404
 
 
-async def test_a_batch_whose_input_is_lost_keeps_its_results(tmp_path: Path) -> None:
+async def test_a_batch_without_its_input_keeps_its_results(tmp_path: Path) -> None:
     async with batching(tmp_path, _short_alone, runs=False) as (client, made):
         batch = await _handed_over(made, client, [line("short"), LONG], 1)
         made.storage.files.contents.delete(batch.input_file_id)
@@ -246,7 +246,7 @@ async def test_a_batch_whose_input_is_lost_keeps_its_results(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("way", ["cancelled", "expired"])
-async def test_a_batch_of_a_model_that_is_served_no_more_ends(tmp_path: Path, way: str) -> None:
+async def test_a_batch_of_a_removed_model_ends(tmp_path: Path, way: str) -> None:
     async with batching(tmp_path, runs=False) as (client, made):
         file_id = await upload(client, [line("a"), line("b")])
         made.storage.batches.add(
@@ -394,7 +394,7 @@ async def test_requests_of_batches_cost_half_and_are_marked(tmp_path: Path, monk
         assert row.charged_usd == pytest.approx(share * (row.input_tokens + row.output_tokens))
 
 
-async def test_a_line_that_had_begun_when_its_batch_was_cancelled_has_a_row_and_is_free(tmp_path: Path) -> None:
+async def test_a_running_line_of_a_cancelled_batch_is_free(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
     def script(job: Job) -> Any:
@@ -432,7 +432,7 @@ async def test_a_nested_body_is_its_own_lines_error(tmp_path: Path, levels: int)
 
 
 @pytest.mark.parametrize("way", ["completed", "cancelled"])
-async def test_what_always_fails_ends_the_batch_after_a_few_leases(
+async def test_a_batch_that_always_fails_ends_after_a_few_leases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     failures: list[str] = []

@@ -107,7 +107,7 @@ async def test_a_batch_that_has_ended_without_results_names_the_reason(tmp_path:
     assert "has ended without results: the content of file" in late
 
 
-async def test_a_canceled_batch_keeps_what_is_done(tmp_path: Path) -> None:
+async def test_a_canceled_batch_keeps_its_results(tmp_path: Path) -> None:
     gate, count = asyncio.Event(), 0
 
     def script(job: Any) -> Any:
@@ -151,7 +151,7 @@ async def test_a_canceled_batch_keeps_what_is_done(tmp_path: Path) -> None:
         (orjson.dumps({"requests": [asking(f"r{n}") for n in range(6)]}), "A batch has at most 5 requests: split it"),
     ],
 )
-async def test_what_is_wrong_is_refused_at_once_and_leaves_nothing(tmp_path: Path, body: bytes, told: str) -> None:
+async def test_invalid_batches_are_refused_and_leave_nothing(tmp_path: Path, body: bytes, told: str) -> None:
     async with batching(tmp_path, runs=False, max_lines=5) as (_, _, url), httpx.AsyncClient(base_url=url) as http:
         reply = await http.post(PATH, content=body)
         assert reply.status_code == 400, reply.text
@@ -186,13 +186,13 @@ def test_requests_stand_behind_one_comma_each(requests: bytes, size: int) -> Non
         deque((list(reader.feed(part)) for part in parts), maxlen=0)
 
 
-def test_a_request_that_is_too_long_is_refused_before_it_is_whole() -> None:
+def test_an_oversized_request_is_refused_early() -> None:
     reader = RequestsReader(100)
     with pytest.raises(InvalidRequest, match=r"requests\.1 has more than 100 bytes"):
         list(reader.feed(b'{"requests": [{}, {"a": "' + b"x" * 200))
 
 
-async def test_a_batch_of_two_models_is_refused_by_the_request_of_the_second(tmp_path: Path) -> None:
+async def test_a_batch_of_two_models_names_the_second_ones_request(tmp_path: Path) -> None:
     """It was taken, and ended without results or a reason."""
     made = Batching(tmp_path)
     tiny = made.gateway()

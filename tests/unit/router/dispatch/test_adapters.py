@@ -38,7 +38,7 @@ async def test_only_workers_with_the_adapter_get_its_requests(make: Callable[...
     assert not cluster["d0"].submitted
 
 
-async def test_without_a_worker_that_has_it_a_request_waits_and_is_refused(make: Callable[..., Cluster]) -> None:
+async def test_a_request_without_its_adapter_waits_then_fails(make: Callable[..., Cluster]) -> None:
     cluster = make(max_queue_s=0.05)
     await cluster.add("c0")
     with pytest.raises(NoWorkers):
@@ -46,7 +46,7 @@ async def test_without_a_worker_that_has_it_a_request_waits_and_is_refused(make:
     assert not cluster["c0"].submitted
 
 
-async def test_names_are_those_of_connected_workers_and_most_of_them_decide(make: Callable[..., Cluster]) -> None:
+async def test_most_connected_workers_decide_a_names_files(make: Callable[..., Cluster]) -> None:
     cluster = make()
     await cluster.add("c0", "c1", "c2")
     announce(cluster, "c0", adapter("sql", "old"), adapter("chat"))
@@ -61,7 +61,7 @@ async def test_names_are_those_of_connected_workers_and_most_of_them_decide(make
     assert set(cluster.fleet.adapters()) == {"sql"}, "requests wait for the workers that are about to be back"
 
 
-async def test_an_order_reaches_every_worker_and_those_that_are_restarted(make: Callable[..., Cluster]) -> None:
+async def test_an_order_reaches_every_worker_and_restarted_ones(make: Callable[..., Cluster]) -> None:
     cluster = make()
     await cluster.add("c0", "c1")
     report = await cluster.fleet.load_adapter("sql", "/adapters/sql")
@@ -85,7 +85,7 @@ async def two_with_sql(make: Callable[..., Cluster]) -> Cluster:
     return cluster
 
 
-async def test_an_order_that_another_process_gave_is_kept_for_workers_that_are_restarted(
+async def test_another_processs_order_is_kept_for_restarted_workers(
     make: Callable[..., Cluster],
 ) -> None:
     """The process that had loaded an adapter gave it to a restarted worker, although another one had unloaded it."""
@@ -101,7 +101,7 @@ async def test_an_order_that_another_process_gave_is_kept_for_workers_that_are_r
     assert set(cluster["c0"].adapters) == {"chat"}
 
 
-async def test_an_adapter_that_no_worker_here_has_is_not_given_to_those_that_come_back(
+async def test_a_removed_adapter_is_not_given_to_returning_workers(
     make: Callable[..., Cluster],
 ) -> None:
     cluster = await two_with_sql(make)
@@ -117,7 +117,7 @@ async def test_an_adapter_that_no_worker_here_has_is_not_given_to_those_that_com
     assert "sql" not in cluster["c0"].adapters
 
 
-async def test_a_worker_that_cannot_load_is_reported_and_the_mistake_of_all_is_the_callers(
+async def test_a_failed_load_is_reported_and_a_common_fault_raised(
     make: Callable[..., Cluster],
 ) -> None:
     cluster = make()
@@ -157,7 +157,7 @@ async def test_an_answer_goes_on_where_its_adapter_is(make: Callable[..., Cluste
     assert [request.adapter for request in cluster[second].submitted] == ["id of /sql"]
 
 
-async def test_a_request_for_what_was_replaced_is_served_by_it(make: Callable[..., Cluster]) -> None:
+async def test_a_request_for_a_replaced_adapter_is_served_by_it(make: Callable[..., Cluster]) -> None:
     """It was on its way: its worker takes it until the next order, and its refusal is no failure of the worker."""
     cluster = make(max_queue_s=5.0)
     await cluster.add("c0")

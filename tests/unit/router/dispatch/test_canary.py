@@ -68,7 +68,7 @@ async def test_the_same_is_counted_and_a_difference_names_its_position(caplog: p
     assert "at token 1 of 3: [2, 3], not [9, 3]" in caplog.text
 
 
-async def test_one_in_so_many_greedy_requests_is_run_again_with_nothing_cached_and_last() -> None:
+async def test_one_in_n_greedy_requests_runs_again_uncached() -> None:
     alone = Says(1, 2)
     watched = canary(Says(1, 2), alone, every=3)
     sampled = replace(GREEDY, sampling=replace(GREEDY.sampling, temperature=0.5))

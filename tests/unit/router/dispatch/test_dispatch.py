@@ -47,7 +47,7 @@ async def test_one_worker_serves_alone(make: Callable[..., Cluster], shape: tupl
     assert left_nothing(cluster)
 
 
-async def test_what_comes_to_every_first_token_is_learned_of_idle_workers_alone(
+async def test_first_token_overhead_is_learned_on_idle_workers_only(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, seen = make(), list[bool]()
@@ -79,9 +79,7 @@ async def test_many_jobs_share_one_stream(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("reads_further", [True, False])
-async def test_what_is_said_at_once_is_one_message_to_a_worker_that_reads_it(
-    make: Callable[..., Cluster], reads_further: bool
-) -> None:
+async def test_simultaneous_requests_leave_in_one_message(make: Callable[..., Cluster], reads_further: bool) -> None:
     cluster = make()
     await cluster.add("c0", reads_further=reads_further)
     jobs = [job(f"r{i}", prompt_ids=tuple(range(i, i + 20)), max_tokens=2) for i in range(20)]
@@ -92,7 +90,7 @@ async def test_what_is_said_at_once_is_one_message_to_a_worker_that_reads_it(
     assert (cluster["c0"].num_messages < 20) is reads_further
 
 
-async def test_a_first_token_that_ends_the_answer_gives_the_reservation_back(cluster: Cluster) -> None:
+async def test_a_first_token_that_ends_the_answer_frees_the_blocks(cluster: Cluster) -> None:
     deltas = await collect(cluster, job(stop_token_ids=(token_at(PROMPT, 0),)))
     assert [(delta.token_ids, delta.finish_reason) for delta in deltas] == [((token_at(PROMPT, 0),), FinishReason.STOP)]
     await cluster["d0"].until(lambda: left_nothing(cluster))
@@ -132,7 +130,7 @@ async def test_decisions_are_kept_in_bounds(make: Callable[..., Cluster]) -> Non
     assert len(cluster.generate.decision("c")) == 1
 
 
-async def test_siblings_of_a_prompt_land_where_it_is_being_read(make: Callable[..., Cluster]) -> None:
+async def test_siblings_go_where_their_prompt_is_computed(make: Callable[..., Cluster]) -> None:
     cluster = make(policy="prefix_aware", local_prefill_tokens=0)
     await cluster.add("p0", "p1", "d0", "d1")
     long = tuple(range(400))
@@ -141,7 +139,7 @@ async def test_siblings_of_a_prompt_land_where_it_is_being_read(make: Callable[.
     assert all(cluster[name].submitted for name in ("d0", "d1"))
 
 
-async def test_cached_tokens_are_those_of_the_worker_that_read_the_prompt(cluster: Cluster) -> None:
+async def test_cached_tokens_are_those_of_the_prefill_worker(cluster: Cluster) -> None:
     cluster["p0"].cached, cluster["d0"].cached = 12, 24
     deltas = await collect(cluster, job())
     assert [delta.num_cached_tokens for delta in deltas] == [12] + [0] * 7
@@ -180,7 +178,7 @@ async def test_a_client_that_leaves_during_prefill_ends_the_job(cluster: Cluster
     await cluster["d0"].until(lambda: left_nothing(cluster))
 
 
-async def test_a_client_that_leaves_during_reserve_leaves_no_reservation(cluster: Cluster) -> None:
+async def test_a_client_leaving_during_reserve_leaves_no_reservation(cluster: Cluster) -> None:
     held = cluster["d0"].reserving = asyncio.Event()
     asking = asyncio.create_task(collect(cluster, job()))
     await cluster["d0"].until(lambda: len(cluster["d0"].reserved) == 1)

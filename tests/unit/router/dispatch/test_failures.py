@@ -140,7 +140,7 @@ async def test_a_reservation_is_renewed_while_its_prompt_waits(make: Callable[..
     assert len(reader.submitted) == 1
 
 
-async def test_what_kept_a_reservation_is_free_without_a_collection_of_cycles(two_pairs: Cluster) -> None:
+async def test_a_reservation_is_released_without_garbage_collection(two_pairs: Cluster) -> None:
     gc.collect()
     gc.disable()  # it holds the prompt: as part of a circle it would stay until its generation is looked at
     try:
@@ -166,7 +166,7 @@ async def test_a_reservation_that_cannot_be_renewed_is_made_elsewhere(make: Call
     assert renewals() == set()
 
 
-async def test_a_prompt_is_waited_for_only_as_long_as_its_decode_worker_lives(make: Callable[..., Cluster]) -> None:
+async def test_a_prompt_is_awaited_while_its_decode_worker_lives(make: Callable[..., Cluster]) -> None:
     cluster = make(ticket_lease_s=0.1)
     await cluster.add("p0", "p1", "d0", "d1")
     cluster["p0"].pause_after = 0
@@ -220,7 +220,7 @@ async def test_a_request_that_fails_everywhere_is_given_up(cluster: Cluster) -> 
     await cluster["d0"].until(lambda: not cluster["d0"].tickets and not cluster["d0"].running)
 
 
-async def test_an_internal_error_before_the_first_token_moves_on_and_counts(make: Callable[..., Cluster]) -> None:
+async def test_an_early_internal_error_moves_the_job_and_counts(make: Callable[..., Cluster]) -> None:
     cluster = make()
     await cluster.add("c0", "c1")
     error = error_info(Internal("CUDA out of memory"))
@@ -256,7 +256,7 @@ async def test_a_worker_that_leaves_hands_its_requests_on(two_pairs: Cluster) ->
         await two_pairs.fleet.stats("d0")
 
 
-async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new(two_pairs: Cluster) -> None:
+async def test_a_draining_worker_finishes_and_gets_nothing_new(two_pairs: Cluster) -> None:
     two_pairs["d0"].pause_after = 1
     deltas = two_pairs.generate(job("old"))
     seen = [await anext(deltas), await anext(deltas)]
@@ -270,7 +270,7 @@ async def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new(two_p
     assert [request.request_id for request in two_pairs["d0"].submitted] == ["old.1"]
 
 
-async def test_a_worker_that_refuses_because_it_drains_is_left_for_another(make: Callable[..., Cluster]) -> None:
+async def test_a_draining_workers_refusal_sends_the_job_elsewhere(make: Callable[..., Cluster]) -> None:
     cluster = make()
     await cluster.add("c0", "c1")
     cluster["c0"].draining = True  # the fleet does not know yet
@@ -293,7 +293,7 @@ async def test_a_full_decode_worker_does_not_cost_a_request_its_reader(make: Cal
     assert [decision.prefill for decision in cluster.generate.decision("again")] == ["p0", "p0"]
 
 
-async def test_a_full_prefill_worker_does_not_cost_a_request_its_decode_worker(make: Callable[..., Cluster]) -> None:
+async def test_a_full_prefill_worker_keeps_the_decode_reservation(make: Callable[..., Cluster]) -> None:
     cluster = await with_warm_pair(make)
     cluster["p0"].failed["again.1"] = error_info(Overloaded("the queue is full"))
     assert tokens(await collect(cluster, job("again"))) == expected_tokens(PROMPT, 8)
@@ -342,7 +342,7 @@ async def test_a_job_waits_for_the_only_lane_to_be_connected_again(make: Callabl
     assert tokens(await asking) == expected_tokens(PROMPT, 8)
 
 
-async def test_a_worker_whose_lane_is_in_quarantine_is_passed_over(make: Callable[..., Cluster]) -> None:
+async def test_a_worker_with_a_quarantined_lane_is_skipped(make: Callable[..., Cluster]) -> None:
     cluster = await with_warm_pair(make)
     cluster["d0"].refuse = TransferFailed("the lane is quarantined", retry_after_s=1.0)
     assert tokens(await collect(cluster, job("again"))) == expected_tokens(PROMPT, 8)
@@ -390,7 +390,7 @@ async def test_any_order_of_deaths_leaves_every_answer_whole(make: Callable[...,
     assert all(status.num_routed == 0 for status in cluster.fleet.status())
 
 
-async def test_a_worker_that_fails_after_a_gateways_pause_is_not_flooded(
+async def test_a_worker_failing_after_a_pause_is_not_flooded(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster = make(retry_pause_s=0.1)

@@ -22,7 +22,7 @@ def update(*token_ids: int, prompt: int = 0, said: int = 0, cached: int = 0) -> 
     )
 
 
-def test_prompt_logprobs_told_again_are_new_from_where_they_broke_off() -> None:
+def test_repeated_prompt_logprobs_continue_where_they_stopped() -> None:
     journal = JobState(job(prompt_logprobs=0), now=0.0)
     journal.next_attempt()
     told = [*journal.append(update(prompt=10)).prompt_logprobs]
@@ -45,7 +45,7 @@ def test_a_move_under_way_is_no_second_telling() -> None:
     assert journal.next_attempt() == ("r.3", 3)
 
 
-def test_an_attempt_goes_on_after_what_the_client_has() -> None:
+def test_an_attempt_continues_after_the_clients_tokens() -> None:
     journal = JobState(job(prompt_logprobs=0, logprobs=2), now=0.0)
     assert journal.next_attempt() == ("r.1", 1)
     assert journal.request("r.1").sampling.prompt_logprobs == 0
@@ -65,7 +65,7 @@ def test_waiting_is_told_with_the_first_token_only() -> None:
     assert [journal.append(update(token)).queue_s for token in (1, 2)] == [0.5, 0.0]
 
 
-def test_hashes_cover_what_was_emitted() -> None:
+def test_hashes_cover_emitted_tokens() -> None:
     journal = JobState(job(prompt_ids=PROMPT[:15]), now=0.0)
     assert journal.hashes(8) == chain_hashes(PROMPT[:15], 8)
     journal.append(update(9))
@@ -74,7 +74,7 @@ def test_hashes_cover_what_was_emitted() -> None:
 
 
 @pytest.mark.parametrize(("num_attempts", "told"), [(1, 20), (2, 8)])
-def test_what_a_failed_attempt_left_behind_is_not_called_cached(num_attempts: int, told: int) -> None:
+def test_blocks_of_a_failed_attempt_are_no_cache_hit(num_attempts: int, told: int) -> None:
     journal = JobState(job(), now=0.0)
     for num_cached in (8, 28)[:num_attempts]:  # the second time, the first attempt's own blocks are among them
         journal.know_cached(num_cached)

@@ -83,7 +83,7 @@ async def paused_in(make: Callable[..., Cluster], *worker_ids: str) -> tuple[Clu
 
 
 @pytest.mark.parametrize("workers", [("p0", "d0", "d1"), ("d0", "d1"), ("c0", "c1")])
-async def test_the_sequence_goes_on_elsewhere_and_no_token_is_lost_or_doubled(
+async def test_a_moved_sequence_loses_and_doubles_no_token(
     make: Callable[..., Cluster], workers: tuple[str, ...]
 ) -> None:
     cluster = make(local_prefill_tokens=0)
@@ -107,7 +107,7 @@ async def test_the_sequence_goes_on_elsewhere_and_no_token_is_lost_or_doubled(
     await client.until(lambda: not any(w.running or w.tickets for w in cluster.workers.values()))
 
 
-async def test_with_nowhere_to_go_it_finishes_where_it_is(
+async def test_without_another_worker_it_finishes_in_place(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("router.dispatch.migration.PAUSE_S", 0.0)
@@ -124,7 +124,7 @@ async def test_with_nowhere_to_go_it_finishes_where_it_is(
     assert caplog.text.count("stays on c0 for now") == 1, "tried again and again, and said once"
 
 
-async def test_with_no_room_elsewhere_it_finishes_where_it_is(make: Callable[..., Cluster]) -> None:
+async def test_without_room_elsewhere_it_finishes_in_place(make: Callable[..., Cluster]) -> None:
     cluster, client, first, _ = await paused_in(make)
     cluster[other(cluster, first)].refuse = Overloaded("full")
     drain(cluster, first)
@@ -134,7 +134,7 @@ async def test_with_no_room_elsewhere_it_finishes_where_it_is(make: Callable[...
     assert cluster.generate.moves.num_moved == 0
 
 
-async def test_a_worker_that_cannot_let_go_keeps_it_and_the_room_is_given_back(make: Callable[..., Cluster]) -> None:
+async def test_a_worker_that_cannot_move_it_keeps_it(make: Callable[..., Cluster]) -> None:
     cluster, client, first, second = await paused_in(make)
     cluster[first].clings = True
     drain(cluster, first)
@@ -156,7 +156,7 @@ async def test_kv_that_is_lost_on_the_way_is_computed_again(make: Callable[..., 
     assert cluster.generate.num_resumed == 1
 
 
-async def test_a_worker_that_dies_while_its_sequence_leaves_costs_a_pause(make: Callable[..., Cluster]) -> None:
+async def test_a_worker_dying_during_a_move_costs_a_pause(make: Callable[..., Cluster]) -> None:
     cluster, client, first, second = await paused_in(make)
     reserving = cluster[second].reserving = asyncio.Event()
     drain(cluster, first)
@@ -169,7 +169,7 @@ async def test_a_worker_that_dies_while_its_sequence_leaves_costs_a_pause(make: 
     await client.until(lambda: not cluster[second].tickets)
 
 
-async def test_a_client_that_leaves_while_its_sequence_moves_leaves_nothing_behind(
+async def test_a_client_leaving_during_a_move_leaves_nothing(
     make: Callable[..., Cluster],
 ) -> None:
     cluster, client, first, second = await paused_in(make)
@@ -184,7 +184,7 @@ async def test_a_client_that_leaves_while_its_sequence_moves_leaves_nothing_behi
     assert not cluster[first].moved
 
 
-async def test_a_sequence_whose_new_worker_drains_too_moves_again(make: Callable[..., Cluster]) -> None:
+async def test_a_sequence_moves_again_when_its_new_worker_drains(make: Callable[..., Cluster]) -> None:
     cluster, client, first, _ = await paused_in(make, "c0", "c1", "c2")
     for worker_id in set(cluster.workers) - {first}:
         cluster[worker_id].pause_after = 2  # of what it makes itself
@@ -199,7 +199,7 @@ async def test_a_sequence_whose_new_worker_drains_too_moves_again(make: Callable
     assert cluster.generate.moves.num_moved == 2
 
 
-async def test_tokens_said_together_with_the_word_that_it_moves_are_not_lost(make: Callable[..., Cluster]) -> None:
+async def test_tokens_in_the_moving_message_are_kept(make: Callable[..., Cluster]) -> None:
     """A slow reader gets the tokens together with MOVED."""
     cluster, client, first, second = await paused_in(make)
     cluster[first].says_when_moving = 2
@@ -211,9 +211,7 @@ async def test_tokens_said_together_with_the_word_that_it_moves_are_not_lost(mak
 
 
 @pytest.mark.parametrize("first_is_gone", [False, True])
-async def test_a_worker_that_dies_with_a_sequence_that_came_to_it_is_the_one_that_was_lost(
-    make: Callable[..., Cluster], first_is_gone: bool
-) -> None:
+async def test_the_death_of_a_new_worker_is_its_own_loss(make: Callable[..., Cluster], first_is_gone: bool) -> None:
     cluster = make(max_worker_crashes=1)
     await cluster.add("c0", "c1", "c2")
     client = Client(cluster)
@@ -232,7 +230,7 @@ async def test_a_worker_that_dies_with_a_sequence_that_came_to_it_is_the_one_tha
         await client.done()
 
 
-async def test_the_worker_that_has_a_sequence_learns_whether_its_client_reads(make: Callable[..., Cluster]) -> None:
+async def test_the_sequences_worker_learns_whether_its_client_reads(make: Callable[..., Cluster]) -> None:
     cluster, client, first, second = await paused_in(make)
     client.job.client.unread(True)
     drain(cluster, first)

@@ -55,7 +55,7 @@ async def test_a_request_that_kills_workers_is_stopped_after_two(frail: Cluster)
 
 
 @pytest.mark.usefixtures("each_death_counts")
-async def test_those_beside_it_go_on_to_their_end(frail: Cluster) -> None:
+async def test_requests_beside_a_poison_finish(frail: Cluster) -> None:
     for worker in frail.workers.values():
         worker.pause_after = 2
     beside = [asyncio.create_task(collect(frail, job(f"r{i}", max_tokens=12))) for i in range(8)]
@@ -72,7 +72,7 @@ async def test_those_beside_it_go_on_to_their_end(frail: Cluster) -> None:
         task.cancel()
 
 
-async def test_two_deaths_in_a_moment_cost_no_answer_however_many_were_there(make: Callable[..., Cluster]) -> None:
+async def test_two_quick_deaths_cost_no_answer(make: Callable[..., Cluster]) -> None:
     """None is the reason of either; with `max_attempts` of three, none may fail for being suspected."""
     cluster = make()
     await cluster.add("c0")
@@ -90,7 +90,7 @@ async def test_two_deaths_in_a_moment_cost_no_answer_however_many_were_there(mak
 
 
 @pytest.mark.usefixtures("each_death_counts")
-async def test_the_guilty_one_of_many_is_found_and_the_others_are_answered(make: Callable[..., Cluster]) -> None:
+async def test_the_poison_among_many_is_found_and_others_answered(make: Callable[..., Cluster]) -> None:
     cluster = make()
     await cluster.add("c0")
     [worker] = cluster.workers.values()
@@ -110,7 +110,7 @@ async def test_the_guilty_one_of_many_is_found_and_the_others_are_answered(make:
     dying.cancel()
 
 
-async def test_an_answer_that_gets_on_between_deaths_may_meet_any_number_of_them(make: Callable[..., Cluster]) -> None:
+async def test_an_answer_with_progress_survives_any_number_of_deaths(make: Callable[..., Cluster]) -> None:
     cluster = make()
     await cluster.add("c0", "c1")
     workers = list(cluster.workers.values())
@@ -128,7 +128,7 @@ async def test_an_answer_that_gets_on_between_deaths_may_meet_any_number_of_them
     assert tokens(seen) == expected_tokens(PROMPT, 17 * 7)
 
 
-async def test_a_worker_that_fails_all_it_is_given_is_kept_away_from_until_it_has_had_a_pause(
+async def test_a_worker_that_fails_everything_is_paused(
     make: Callable[..., Cluster],
 ) -> None:
     cluster = make(max_attempts=100, local_prefill_tokens=0)

@@ -102,7 +102,7 @@ async def test_the_guilty_are_found_by_halves_and_nobody_else_fails(
     assert suspects.num_rejected == len(poisons)
 
 
-async def test_two_deaths_that_no_request_is_the_reason_of_cost_no_answer_however_slow_the_trials_are(
+async def test_two_unrelated_deaths_cost_no_answer(
     suspects: PoisonRequests,
 ) -> None:
     """Innocents by the dozen, tried a half at a time: not one after another."""
@@ -168,11 +168,11 @@ def test_patience_begins_anew_whenever_a_trial_makes_progress() -> None:
     assert begin_times(count=16, each_s=20.0, patience_s=30.0) == [0.0] * 8 + [160.0] * 8
 
 
-def test_a_batch_that_is_slow_is_joined_by_the_next_and_costs_it_no_answer() -> None:
+def test_a_slow_batch_is_joined_by_the_next() -> None:
     assert begin_times(count=4, each_s=100.0, patience_s=30.0) == [0.0] * 2 + [30.0] * 2
 
 
-def test_a_new_line_is_tried_from_one_batch_on_however_many_were_tried_at_last() -> None:
+def test_a_new_line_starts_with_one_batch() -> None:
     """Patience let a second and a third batch join the first, and these ended before it."""
 
     async def main() -> None:
@@ -195,7 +195,7 @@ def test_a_new_line_is_tried_from_one_batch_on_however_many_were_tried_at_last()
     run_virtually(main(), loop=VirtualLoop())
 
 
-async def test_jobs_that_go_away_while_their_loss_is_looked_at_hold_nobody_up(suspects: PoisonRequests) -> None:
+async def test_jobs_that_leave_during_a_trial_block_nobody(suspects: PoisonRequests) -> None:
     jobs = {name: CrashHistory() for name in ("gone", "stays")}
     await asyncio.gather(*(suspects.lost(name, value, ("w0", 1), 0, there_s=1.0) for name, value in jobs.items()))
     losses = {

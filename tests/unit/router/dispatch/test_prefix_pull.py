@@ -55,7 +55,7 @@ def test_a_pull_must_gain_more_than_it_costs_to_arrange() -> None:
     assert chosen(NEAR, reader=replace(READER, num_cached=2048)) is None
 
 
-def test_what_the_readers_own_host_has_is_loaded_unless_the_lane_is_quicker() -> None:
+def test_own_host_blocks_are_loaded_unless_the_lane_is_faster() -> None:
     hosting = replace(READER, num_cached=2048, num_on_host=2048, load_s=0.02)
     assert chosen(NEAR, reader=hosting) is None, "0.02 s to load, 0.02 s to move"
     assert chosen(NEAR, reader=replace(hosting, load_s=0.2)) == "near"
@@ -64,14 +64,14 @@ def test_what_the_readers_own_host_has_is_loaded_unless_the_lane_is_quicker() ->
 
 
 @pytest.mark.parametrize(("load_s", "num_tokens"), [(0.02, 2048), (0.2, 1024)])
-def test_what_only_the_holders_host_has_is_asked_for_if_that_loads_quickly(load_s: float, num_tokens: int) -> None:
+def test_a_holders_host_blocks_are_pulled_if_loading_is_fast(load_s: float, num_tokens: int) -> None:
     """A thousand tokens more: 0.2 s to compute."""
     best = best_holder((replace(NEAR, num_tokens=1024), replace(NEAR, load_s=load_s)), READER)
     assert best is not None
     assert best.num_tokens == num_tokens
 
 
-def test_a_lane_is_as_quick_as_it_was() -> None:
+def test_a_lanes_speed_is_its_last_measured_one() -> None:
     assert measured_bytes_per_s(WorkerLoad(transfer_bytes=3_000_000, transfer_s=0.5)) == 6e6
     assert measured_bytes_per_s(WorkerLoad()) > 0
 
@@ -110,7 +110,7 @@ async def test_the_reader_is_told_where_its_prefix_comes_from(make: Callable[...
     await cluster["c1"].until(lambda: pull_id("r.1") in cluster["c1"].aborted)
 
 
-async def test_what_lies_on_another_workers_host_is_fetched_too(make: Callable[..., Cluster]) -> None:
+async def test_blocks_on_another_workers_host_are_pulled(make: Callable[..., Cluster]) -> None:
     cluster = await two_readers(make)
     hashes = chain_hashes(PROMPT, BLOCK_SIZE)
     on_host = BlockStored(hashes=tuple(hashes[2:]), parent=hashes[1], tier=Tier.HOST)
@@ -134,7 +134,7 @@ async def test_a_pull_that_fails_is_counted_and_the_reader_computes(make: Callab
     assert cluster.generate.pulls.failures == {code: 1}
 
 
-async def test_what_was_reserved_for_a_pull_that_fails_is_given_back_before_its_request_reads(
+async def test_a_failed_pulls_reservation_is_released_before_prefill(
     make: Callable[..., Cluster],
 ) -> None:
     """In a full memory the request waited for its own reservation, until that one's lease was over."""

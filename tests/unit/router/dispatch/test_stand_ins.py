@@ -15,9 +15,7 @@ from tests.unit.router.fake_worker import expected_tokens
 
 
 @pytest.mark.parametrize("policy", NAMES)
-async def test_the_only_decode_worker_dies_and_prefill_goes_on_with_its_answers(
-    make: Callable[..., Cluster], policy: str
-) -> None:
+async def test_prefill_continues_answers_of_the_last_decode_worker(make: Callable[..., Cluster], policy: str) -> None:
     cluster = make(policy=policy, max_queue_s=5.0, local_prefill_tokens=0)
     await cluster.add("p0", "d0")
     cluster["d0"].pause_after = 3
@@ -36,7 +34,7 @@ async def test_the_only_decode_worker_dies_and_prefill_goes_on_with_its_answers(
         assert decision.single_worker == "stands in for the decode pool"
 
 
-async def test_new_work_goes_to_the_pool_again_as_soon_as_it_is_back(make: Callable[..., Cluster]) -> None:
+async def test_new_work_returns_to_its_pool_at_once(make: Callable[..., Cluster]) -> None:
     cluster = make(max_queue_s=5.0, local_prefill_tokens=0)
     await cluster.add("p0", "d0")
     await cluster["d0"].die()
@@ -57,7 +55,7 @@ async def test_new_work_goes_to_the_pool_again_as_soon_as_it_is_back(make: Calla
     assert len(cluster.generate.decision("on the stand-in")) == 1, "it ends where it is"
 
 
-async def test_a_decode_worker_that_drains_hands_its_sequences_to_a_prefill_worker(
+async def test_a_draining_decode_worker_moves_sequences_to_prefill(
     make: Callable[..., Cluster],
 ) -> None:
     cluster = make(local_prefill_tokens=0)

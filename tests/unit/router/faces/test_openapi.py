@@ -119,7 +119,7 @@ async def test_refusals_are_as_described(path: str) -> None:
     assert [answer.status_code for answer in answers] == [400, 404, 413, 415, 431]
 
 
-async def test_what_is_not_there_is_as_described() -> None:
+async def test_missing_paths_answer_as_described() -> None:
     async with visiting() as visitor:
         for path, methods in visitor.document["paths"].items():
             for method in methods if "{" in path else ():
@@ -176,7 +176,7 @@ TAKEN: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-async def test_what_is_accepted_is_described() -> None:
+async def test_accepted_requests_are_described() -> None:
     """`make fuzz` found the last ones."""
     async with visiting(template=ChatTemplate("hello{{ tools }}"), tool_format=ToolFormat.HERMES) as visitor:
         for path, body in TAKEN:
@@ -201,14 +201,14 @@ WRONG: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-async def test_what_is_out_of_range_is_not_described() -> None:
+async def test_values_out_of_range_are_not_described() -> None:
     async with visiting() as visitor:
         for path, changes in WRONG:
             assert (await visitor.ask("POST", path, json=BODIES[path] | changes)).status_code in (400, 404), changes
             assert not visitor.takes(path, BODIES[path] | changes), changes
 
 
-async def test_a_method_that_is_not_answered_is_told_all_that_are() -> None:
+async def test_a_wrong_method_lists_the_allowed_ones() -> None:
     async with visiting() as visitor:
         for path in visitor.document["paths"]:
             url = path.format_map(Absent(name="tiny", worker_id="decode-0"))

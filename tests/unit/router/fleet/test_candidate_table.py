@@ -58,7 +58,7 @@ def observe(predictor: Predictor, members: list[Member], rng: random.Random, now
 
 
 @pytest.mark.parametrize("count", [5, 12])
-def test_columns_are_what_would_be_worked_out_for_each_worker(count: int) -> None:
+def test_columns_equal_values_computed_worker_by_worker(count: int) -> None:
     """Twice the same story: once for all workers together, few or many, as changes come, and once for each of them
     alone."""
     rng = random.Random(7)
@@ -96,7 +96,7 @@ def test_columns_are_what_would_be_worked_out_for_each_worker(count: int) -> Non
             observe(predictor, members, random.Random(step), now)
 
 
-def test_only_those_that_take_work_and_are_trusted_are_offered() -> None:
+def test_only_trusted_workers_that_take_work_are_offered() -> None:
     offers = FleetTable(Predictor())
     members = [met("p0", WorkerRole.PREFILL), met("d0", WorkerRole.DECODE), met("d1", WorkerRole.DECODE)]
     for member in members:
@@ -119,7 +119,7 @@ def test_only_those_that_take_work_and_are_trusted_are_offered() -> None:
     assert names(60.0) == ()
 
 
-def test_who_comes_back_with_another_role_is_offered_in_that_one() -> None:
+def test_a_worker_returning_with_another_role_is_offered_in_it() -> None:
     """Also when nobody asked in between: an idle gateway does not look."""
     offers = FleetTable(Predictor())
     first, other = met("w0", WorkerRole.PREFILL), met("w1", WorkerRole.DECODE)
@@ -133,7 +133,7 @@ def test_who_comes_back_with_another_role_is_offered_in_that_one() -> None:
 
 
 @pytest.mark.parametrize("count", [10, 100])
-def test_of_many_candidates_those_of_interest_are_kept(count: int) -> None:
+def test_a_large_table_keeps_the_relevant_candidates(count: int) -> None:
     def worker(number: int, kind: WorkerRole, **kwargs: Any) -> Candidate:
         line = Line(fixed_s=0.01 * (number + 1), each_s=1e-4)
         fields: dict[str, Any] = {
@@ -161,7 +161,7 @@ def test_of_many_candidates_those_of_interest_are_kept(count: int) -> None:
     assert lowest.worker_id == decision.prefill
 
 
-def test_block_sizes_are_those_of_the_workers_there_are() -> None:
+def test_block_sizes_are_those_of_present_workers() -> None:
     """Prompts are hashed in each of them: one that is gone would be paid for by every request."""
     offers = FleetTable(Predictor())
     members = [met("w0", WorkerRole.COLOCATED), met("w1", WorkerRole.COLOCATED)]

@@ -28,7 +28,7 @@ def test_a_success_between_failures_keeps_it_closed() -> None:
     assert breaker.allows(0.0)
 
 
-def test_what_was_given_before_the_pause_does_not_lengthen_it() -> None:
+def test_work_given_before_the_pause_does_not_lengthen_it() -> None:
     breaker = tripped()
     assert not any(breaker.failed(1.0) for _ in range(50))
     assert breaker.allows(FIRST_PAUSE_S)

@@ -89,7 +89,7 @@ async def test_how_a_revision_keeps_kv_is_told_apart_while_a_roll_runs(make: Cal
     assert cluster.fleet.stored_as("new") == told[1], "no third description, neither during the roll nor after it"
 
 
-async def test_what_workers_of_other_block_sizes_have_cached_is_known(make: Callable[..., Cluster]) -> None:
+async def test_caches_of_other_block_sizes_are_matched(make: Callable[..., Cluster]) -> None:
     """Each hashes in blocks of its own; whoever asks counts in those of the first."""
     cluster, size = make(), BLOCK_SIZE
     await cluster.add("c0")
@@ -108,7 +108,7 @@ async def test_what_workers_of_other_block_sizes_have_cached_is_known(make: Call
     assert cluster.fleet.feed.index.match(own, now=0.0).blocks[used] == len(own), "siblings are sent after it"
 
 
-async def test_the_key_of_a_workers_lanes_goes_to_the_other_worker_and_is_not_shown(
+async def test_a_lanes_key_goes_to_the_other_worker_and_is_hidden(
     make: Callable[..., Cluster],
 ) -> None:
     cluster = make()
@@ -143,7 +143,7 @@ async def test_a_worker_that_does_not_fit_is_named_and_never_used(make: Callable
     assert tokens(await collect(cluster, job())) == expected_tokens(PROMPT, 8)
 
 
-async def test_a_worker_must_fit_all_that_are_here_and_not_only_the_first(make: Callable[..., Cluster]) -> None:
+async def test_a_worker_must_fit_all_others(make: Callable[..., Cluster]) -> None:
     """KV of either could go to p0, but not from one to the other when a sequence moves."""
     cluster = make()
     await cluster.add("p0")
@@ -236,7 +236,7 @@ async def test_a_worker_may_leave_in_the_moment_it_is_lost(make: Callable[..., C
     assert not cluster.fleet.status()
 
 
-async def test_the_index_follows_what_workers_store(cluster: Cluster) -> None:
+async def test_the_index_follows_workers_events(cluster: Cluster) -> None:
     await collect(cluster, job())
     await cluster.until(lambda: cached(cluster, "p0", "d0") == [7, 7])
 
@@ -287,7 +287,7 @@ def test_routed_work_counts_until_the_load_shows_it() -> None:
     assert queued(StepMessage(load=WorkerLoad(step=7))) == 1, "c was not sent yet: no load can show it"
 
 
-async def test_metrics_tell_over_what_lanes_go_and_why(cluster: Cluster) -> None:
+async def test_metrics_have_each_lanes_transport_and_reason(cluster: Cluster) -> None:
     registry = CollectorRegistry()
     registry.register(Scraped(lambda: fleet_metrics(cluster.fleet)))
     far = LaneLoad(transport="gloo", reason="no memory in common", num_open=2, num_opened=5, num_lost=3, num_stuck=1)
@@ -400,7 +400,7 @@ async def test_metrics_are_by_pool(cluster: Cluster) -> None:
     await cluster["p0"].restart()
 
 
-async def test_a_prompt_routed_by_another_gateway_counts_until_it_shows_or_for_a_while(
+async def test_another_gateways_prompt_counts_until_reported(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.fleet.fleet.ELSEWHERE_S", 0.02)

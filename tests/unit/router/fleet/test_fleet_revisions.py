@@ -31,7 +31,7 @@ def worker(role: WorkerRole, revision: str, *, takes_work: bool = True, retiring
     return RevisedWorker(info(role, revision), takes_work, retiring)
 
 
-def test_requests_that_begin_are_spread_evenly_by_the_workers_that_write_answers() -> None:
+def test_new_requests_are_spread_by_decode_workers() -> None:
     revisions = FleetRevisions()
     revisions.update([worker(DECODE, "old"), worker(DECODE, "old"), worker(DECODE, "old"), worker(DECODE, "new")])
     first = [revisions.begin() for _ in range(4)]
@@ -51,13 +51,13 @@ def test_requests_that_begin_are_spread_evenly_by_the_workers_that_write_answers
         ([], {}),
     ],
 )
-def test_a_revision_gets_none_that_cannot_serve_or_is_about_to_go(
+def test_a_revision_that_cannot_serve_or_retires_gets_none(
     workers: list[RevisedWorker], expected: dict[str, float]
 ) -> None:
     assert shares(workers) == expected
 
 
-async def test_a_request_goes_on_with_a_successor_only_where_its_tokens_mean_the_same() -> None:
+async def test_a_successor_needs_equal_tokens() -> None:
     revisions, texts = FleetRevisions(), {"": "a", "settings": "a", "model": "b"}
 
     async def opened(one: WorkerInfo) -> str:
@@ -86,7 +86,7 @@ def test_the_workers_of_a_revision_are_found_in_a_table() -> None:
     assert revisions.serves_all("new")
 
 
-def test_workers_of_one_revision_must_agree_and_those_of_two_need_not() -> None:
+def test_only_workers_of_one_revision_must_agree() -> None:
     old, new = info(DECODE, "old"), info(DECODE, "new", heads=4, vocab_size=64)
     check_joins(new, [old])
     for other, message in (

@@ -56,7 +56,7 @@ class SleepingOwner:
         pass
 
 
-def test_the_estimate_is_a_measured_start_less_the_time_since_it_began() -> None:
+def test_the_estimate_is_a_measured_start_less_its_age() -> None:
     sleep = FleetSleep()
     assert (sleep.may_serve, sleep.describe(0.0)) == (False, "")
     sleep.learn(ASLEEP, 0.0)
@@ -68,7 +68,7 @@ def test_the_estimate_is_a_measured_start_less_the_time_since_it_began() -> None
     assert (sleep.may_serve, sleep.describe(20.0)) == (False, "")
 
 
-async def test_a_sleeping_fleet_is_woken_once_and_only_for_a_job_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sleeping_fleet_is_woken_once_by_a_waiting_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.fleet.sleep.LOOK_S", 0.001)
     fleet, owner = EmptyFleet(), SleepingOwner()
     watching = asyncio.create_task(SleepWatch(fleet, owner).run())  # type: ignore[arg-type]  # what the watch uses of it

@@ -47,7 +47,7 @@ class Answer:
         await self.cluster.until_state("c0", WorkerState.LOST)
 
 
-async def test_a_running_answer_waits_for_the_worker_that_is_being_started(make: Callable[..., Cluster]) -> None:
+async def test_a_running_answer_waits_for_a_starting_worker(make: Callable[..., Cluster]) -> None:
     cluster = make(max_queue_s=0.0)
     answer = await Answer.begun(cluster)
     cluster.fleet.starting("c0", Successor(role=WorkerRole.COLOCATED))
@@ -65,7 +65,7 @@ async def test_a_running_answer_waits_for_the_worker_that_is_being_started(make:
     assert [worker.reason for worker in cluster.fleet.status()] == [""]
 
 
-async def test_an_answer_waits_between_the_announcement_and_the_first_meeting(make: Callable[..., Cluster]) -> None:
+async def test_an_answer_waits_from_the_announcement_to_the_connection(make: Callable[..., Cluster]) -> None:
     cluster = make(max_queue_s=0.0)
     answer = await Answer.begun(cluster)
     cluster.fleet.starting("c0", LOADING)
@@ -78,7 +78,7 @@ async def test_an_answer_waits_between_the_announcement_and_the_first_meeting(ma
     assert await answer.rest == expected_tokens(PROMPT, 8)
 
 
-async def test_an_answer_ends_when_its_successor_is_announced_no_more(make: Callable[..., Cluster]) -> None:
+async def test_an_answer_ends_when_its_successor_is_withdrawn(make: Callable[..., Cluster]) -> None:
     cluster = make(max_queue_s=0.0)
     answer = await Answer.begun(cluster)
     cluster.fleet.starting("c0", LOADING)

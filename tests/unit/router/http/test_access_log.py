@@ -43,7 +43,7 @@ def kept() -> Iterator[Kept]:
     logger.setLevel(before)
 
 
-async def test_what_is_answered_refused_or_not_there_has_a_line_each(kept: Kept) -> None:
+async def test_every_answered_or_refused_request_has_a_line(kept: Kept) -> None:
     async with (
         serving(make_gateway(Scripted(saying("hi")))) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as client,
@@ -123,7 +123,7 @@ async def test_a_probe_that_waits_for_workers_has_no_lines(kept: Kept) -> None:
     assert [(access.path, access.status) for access in kept.accesses] == [("/ready/not", 404)]
 
 
-async def test_what_is_no_request_has_a_line(kept: Kept) -> None:
+async def test_malformed_requests_have_a_line(kept: Kept) -> None:
     async with serving(make_gateway(Scripted(saying("hi")))) as url:
         reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
         writer.write(b"GARBAGE\r\n\r\n")
@@ -132,7 +132,7 @@ async def test_what_is_no_request_has_a_line(kept: Kept) -> None:
     assert [(access.method, access.path, access.status) for access in kept.accesses] == [("-", "-", 400)]
 
 
-async def test_nothing_is_made_of_it_where_there_is_no_log() -> None:
+async def test_without_a_log_nothing_is_formatted() -> None:
     assert not logging.getLogger("baton.access").isEnabledFor(logging.INFO)
     async with (
         serving(make_gateway(Scripted(saying("hi")))) as url,

@@ -71,7 +71,7 @@ def client(tmp_path: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://baton", headers={"other-key": "sk-acme"})
 
 
-async def test_errors_before_and_behind_routing_have_the_form_of_the_path(client: httpx.AsyncClient) -> None:
+async def test_errors_have_the_form_of_the_path_before_routing_too(client: httpx.AsyncClient) -> None:
     async with client:
         refused = [
             await client.post("/v1/other/body", headers={"other-key": "sk-unknown"}),
@@ -90,7 +90,7 @@ async def test_errors_before_and_behind_routing_have_the_form_of_the_path(client
     assert "other-id" not in unknown.headers
 
 
-async def test_a_stream_that_fails_ends_with_the_error_event_of_its_api(client: httpx.AsyncClient) -> None:
+async def test_a_failing_stream_ends_with_its_apis_error_event(client: httpx.AsyncClient) -> None:
     async with client:
         other, ours = await asyncio.gather(
             client.get("/v1/other/late"),

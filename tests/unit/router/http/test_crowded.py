@@ -15,7 +15,7 @@ from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def test_a_connection_beyond_the_files_of_the_process_is_refused_and_logged(
+def test_a_connection_beyond_the_limit_is_refused_and_logged(
     new_loop: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was reset, and the log had nothing."""

@@ -57,7 +57,7 @@ async def test_a_body_that_has_no_end_is_refused(framing: bytes) -> None:
     assert (status, error["code"], error["type"]) == (408, "request_timeout", "invalid_request_error")
 
 
-async def test_a_body_that_comes_in_time_may_come_in_pieces_and_its_answer_may_take_longer() -> None:
+async def test_a_timely_body_may_come_in_pieces() -> None:
     go_on = asyncio.Event()
     generate = Scripted(lambda job: [go_on, *saying("hi")(job)])
     async with calling(generate=generate, body_timeout_s=NEVER_S) as caller:
@@ -80,7 +80,7 @@ async def test_a_head_that_has_no_end_ends_its_connection(monkeypatch: pytest.Mo
     assert told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") == (WHOLE in sent)
 
 
-async def test_a_client_that_leaves_a_pipeline_leaves_all_of_its_requests() -> None:
+async def test_a_client_leaving_a_pipeline_leaves_all_its_requests() -> None:
     generate = Scripted(lambda job: [asyncio.Event()])
     async with calling(generate=generate, keep_alive_s=SOON_S) as caller:
         caller.writer.write(WHOLE + WHOLE)
@@ -144,7 +144,7 @@ NOT_REQUESTS = {
 
 
 @pytest.mark.parametrize("kind", NOT_REQUESTS)
-async def test_what_is_no_request_is_answered_and_ends_its_connection(kind: str) -> None:
+async def test_malformed_requests_are_answered_and_closed(kind: str) -> None:
     generate = Scripted(saying("hi"))
     async with calling(generate) as caller:
         caller.writer.write(NOT_REQUESTS[kind])
@@ -180,7 +180,7 @@ async def test_trailers_are_no_headers() -> None:
         b"Connection: keep-alive, upgrade\r\nUpgrade: websocket\r\n",
     ],
 )
-async def test_who_asks_for_another_protocol_is_served_in_this_one(asked: bytes) -> None:
+async def test_an_upgrade_is_answered_in_this_protocol(asked: bytes) -> None:
     generate = Scripted(saying("hi"))
     async with calling(generate) as caller:
         for _ in range(2):
@@ -190,7 +190,7 @@ async def test_who_asks_for_another_protocol_is_served_in_this_one(asked: bytes)
     assert len(generate.jobs) == 2
 
 
-async def test_a_length_may_begin_with_more_zeros_than_python_reads_digits() -> None:
+async def test_a_length_may_have_thousands_of_leading_zeros() -> None:
     async with calling() as caller:
         length = b"Content-Length: " + b"0" * 5000 + b"%d\r\nConnection: close\r\n\r\n" % len(BODY)
         caller.writer.write(LINE + length + BODY)

@@ -112,7 +112,7 @@ async def test_who_reads_in_time_gets_every_token_by_itself() -> None:
     assert seen == [(0,), (1,), (2,)]
 
 
-async def test_what_is_no_token_is_not_joined_to_tokens() -> None:
+async def test_other_events_are_not_joined_to_tokens() -> None:
     refusal = SequenceUpdate(request_id="r", error=ErrorInfo(code="overloaded", message="no room to move to"))
     updates = Updates()
     for update in (token(1), token(2), refusal, token(3), token(4, finish_reason=FinishReason.MOVED)):

@@ -17,7 +17,7 @@ from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_no_token_waits_for_the_acknowledgement_of_the_one_before(
+def test_tokens_leave_without_waiting_for_acknowledgements(
     new_loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nagle's algorithm against a client's delayed acknowledgement costs 40 ms a token."""

@@ -54,7 +54,7 @@ def unvalidated(monkeypatch: pytest.MonkeyPatch) -> None:
         ("/v1/completions", {"prompt": [[5], [5] * 256]}, "prompt", "resulted in 256 tokens"),
     ],
 )
-async def test_what_no_context_holds_is_refused_before_it_is_validated(
+async def test_oversized_input_is_refused_before_validation(
     path: str, body: dict[str, Any], param: str, told: str
 ) -> None:
     response = await post(path, {"model": "tiny"} | body)

@@ -107,7 +107,7 @@ async def test_a_client_that_takes_little_is_not_cut() -> None:
         await answer.ended.wait()
 
 
-async def test_workers_learn_that_a_client_takes_nothing_and_that_it_reads_on() -> None:
+async def test_workers_learn_when_a_client_stops_and_resumes_reading() -> None:
     answer = Answer(num_bytes=1000)
     async with asking(answer, 1000.0) as (client, _):
         loop = asyncio.get_running_loop()

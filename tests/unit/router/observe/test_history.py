@@ -33,7 +33,7 @@ def serve(metrics: RequestMetrics) -> None:
         raise Overloaded("full")
 
 
-async def test_a_period_has_what_was_counted_in_it() -> None:
+async def test_a_period_has_its_own_counts() -> None:
     history, metrics = History(), RequestMetrics()
     sampling = sampler(history, metrics, num_waiting=4)
     serve(metrics)
@@ -53,7 +53,7 @@ async def test_a_period_has_what_was_counted_in_it() -> None:
     assert (quiet["output_tokens_per_s"], quiet["requests_per_s"]) == (0, 0)
 
 
-async def test_a_clock_that_is_set_back_adds_no_period_and_loses_no_count() -> None:
+async def test_a_clock_set_back_loses_no_count() -> None:
     history, metrics = History(), RequestMetrics()
     sampling = sampler(history, metrics)
     sampling.sample(NOW)
@@ -83,7 +83,5 @@ def test_it_keeps_an_hour() -> None:
         ((0, 0, 7), 0.1, 3.0),
     ],
 )
-def test_quantiles_are_those_of_histogram_quantile(
-    counts: tuple[int, ...], part: float, expected: float | None
-) -> None:
+def test_quantiles_equal_histogram_quantile(counts: tuple[int, ...], part: float, expected: float | None) -> None:
     assert quantile((1.0, 3.0), counts, part) == expected

@@ -48,7 +48,7 @@ def stages(spans: list[TraceSpan]) -> list[tuple[str, float, float]]:
     return [(span.name, span.start_s, span.end_s) for span in spans[2:]]
 
 
-def test_a_stage_has_what_its_events_know() -> None:
+def test_a_stage_has_its_events_attributes() -> None:
     """Chunks are counted; what is known of a transfer is its span's, not that of decoding."""
     events = [
         *PAIR[:5], at(3.2, EventKind.CHUNK, tokens=2048), at(3.8, EventKind.CHUNK, tokens=4103), *PAIR[5:7],
@@ -91,7 +91,7 @@ def test_stages_follow_one_another(events: list[TraceEvent], expected: list[tupl
     assert len({span.span_id for span in spans}) == len(spans)
 
 
-def test_what_goes_on_links_to_what_ended() -> None:
+def test_a_continued_span_links_to_the_ended_one() -> None:
     failed, moved = spans_of(record(FAILED)), spans_of(record(MOVED))
     assert [finding.error for finding in failed[2:]] == ["", "", "", "worker_lost", "", ""]
     for spans, place in ((failed, 6), (moved, 7)):
@@ -169,7 +169,7 @@ def test_a_request_is_the_operation_of_its_endpoint(endpoint: str, operation: st
     assert attributes["gen_ai.usage.cache_read.input_tokens"] == 8
 
 
-def test_a_request_whose_spans_cannot_be_made_is_counted() -> None:
+def test_a_request_whose_spans_fail_is_counted() -> None:
     exporter = RequestExporter(TelemetryConfig(endpoint="http://127.0.0.1:9"), Resource.get_empty())
     bad = record([at(1, EventKind.RECEIVED), at(2, EventKind.FAILED)])
     with pytest.raises(KeyError):

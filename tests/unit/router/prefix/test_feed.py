@@ -52,7 +52,7 @@ def test_a_new_life_of_a_worker_starts_empty() -> None:
     assert fed.index.match([A, B], now=0.0).blocks == {"w": 1}
 
 
-def test_what_a_worker_keeps_on_its_host_is_told_apart_from_what_its_steps_can_read() -> None:
+def test_host_blocks_are_distinguished_from_device_blocks() -> None:
     fed = feed()
     moved = (
         BlockStored(hashes=(A, B)),

@@ -19,7 +19,7 @@ def written(*messages: KVEvents) -> dict[int, KVEvent]:
     return dict(numbered)
 
 
-def test_what_a_worker_says_twice_is_written_once_and_moves_no_number() -> None:
+def test_repeated_events_are_written_once() -> None:
     """Doubled messages, and the answer to a gap that overlaps what came anyway."""
     expected = dict(enumerate(EVENTS[:6]))
     assert written(said(0, 2), said(0, 2), said(2, 6)) == expected
@@ -27,5 +27,5 @@ def test_what_a_worker_says_twice_is_written_once_and_moves_no_number() -> None:
     assert written(said(0, 6), said(1, 3)) == expected
 
 
-def test_events_that_another_gateway_told_of_leave_their_numbers_free() -> None:
+def test_another_gateways_events_keep_their_numbers() -> None:
     assert written(said(2, 4), said(6, 8)) == {number: EVENTS[number] for number in (2, 3, 6, 7)}

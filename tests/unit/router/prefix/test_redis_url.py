@@ -41,7 +41,7 @@ def test_a_url_is_read(url: str, means: dict[str, Any]) -> None:
     assert parts(url) == means
 
 
-def test_a_password_may_be_in_the_environment_and_the_urls_own_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_urls_password_precedes_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_REDIS_PASSWORD", "from-a-secret")
     assert parse("redis://cache", setting="index").password == "from-a-secret"
     assert parse("redis://:own@cache", setting="index").password == "own"
@@ -67,7 +67,7 @@ def test_a_password_may_be_in_the_environment_and_the_urls_own_goes_first(monkey
         ("redis://:secret@a?colour=red", r"\?colour= is unknown"),
     ],
 )
-def test_what_cannot_be_meant_is_said_without_the_password(url: str, said: str) -> None:
+def test_an_unclear_url_is_refused_without_its_password(url: str, said: str) -> None:
     with pytest.raises(Misconfigured, match=said) as told:
         parse(url, setting="index")
     assert "secret" not in told.value.message

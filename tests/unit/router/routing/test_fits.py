@@ -22,7 +22,7 @@ def taught(line: Line = TRUE, count: int = 100, *, stalls: float = 0.0, prior: L
     return fit
 
 
-def test_nothing_observed_is_what_was_believed() -> None:
+def test_without_observations_the_prior_holds() -> None:
     assert LinearFit().line(UNOBSERVED) == UNOBSERVED
 
 
@@ -44,14 +44,14 @@ def test_a_change_of_pace_is_learned() -> None:
     assert fit.line(UNOBSERVED)(2000) == pytest.approx(5 * TRUE(2000), rel=0.15)
 
 
-def test_what_was_learned_long_ago_yields_to_what_is_measured_now() -> None:
+def test_old_observations_yield_to_new_ones() -> None:
     fit = taught()
     measured = Line(each_s=1e-3)
     fit.observe(2000, measured(2000), prior=measured, now=100_000.0)
     assert fit.line(measured)(2000) == pytest.approx(measured(2000), rel=0.1)
 
 
-def test_a_worker_is_as_much_slower_as_it_was_and_a_stall_teaches_little() -> None:
+def test_slowness_is_learned_and_a_stall_teaches_little() -> None:
     draw, pace = random.Random(0), SlowdownFactor()
     for number in range(60):
         amount = draw.randrange(10, 4000)
@@ -61,7 +61,7 @@ def test_a_worker_is_as_much_slower_as_it_was_and_a_stall_teaches_little() -> No
         assert pace.of(TRUE)(amount) == pytest.approx(3 * TRUE(amount), rel=0.35)
 
 
-def test_one_observation_may_be_chance_and_several_that_agree_are_not() -> None:
+def test_one_observation_may_be_chance_and_several_count() -> None:
     pace, odd = SlowdownFactor(), random.Random(0)
     pace.observe(1000, 10 * TRUE(1000), line=TRUE, now=0.0)
     assert pace.ratio == 1.0
@@ -76,7 +76,7 @@ def test_one_observation_may_be_chance_and_several_that_agree_are_not() -> None:
     assert alike > len(of_a_kind) / 2, "workers of one kind seldom look different by chance"
 
 
-def test_amounts_that_tell_nothing_leave_what_was_believed_of_them() -> None:
+def test_uninformative_amounts_keep_the_prior() -> None:
     """Short prompts that happened to take longer than long ones do not make reading free."""
     fit = LinearFit()
     for number in range(20):

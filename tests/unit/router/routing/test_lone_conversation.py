@@ -113,7 +113,7 @@ def _row(num_tokens: int) -> Row:
     [{"c": WorkerRole.COLOCATED}, {"p": WorkerRole.PREFILL, "d": WorkerRole.DECODE}],
     ids=["colocated", "two pools"],
 )
-def test_the_turns_of_a_lone_conversation_stay_with_the_workers_that_have_its_prefix(
+def test_a_lone_conversation_stays_with_its_prefix(
     pools: dict[str, WorkerRole],
 ) -> None:
     away = num_turns = handed = 0

@@ -95,7 +95,7 @@ def test_round_robin_takes_turns() -> None:
     assert [turn.decode for turn in turns] == ["d0", "d1", "d2"] * 2
 
 
-def test_least_loaded_counts_requests_then_what_they_have_to_read() -> None:
+def test_least_loaded_counts_requests_then_queued_tokens() -> None:
     assert decide(worker("c0", num_requests=3), worker("c1", num_requests=2), name="least_loaded").decode == "c1"
     waiting = worker("c0", num_requests=2, queued_prefill_tokens=900)
     assert decide(waiting, worker("c1", num_requests=2), name="least_loaded").decode == "c1"
@@ -169,7 +169,7 @@ def known(worker_id: str, cached: int = 0, **kwargs: Any) -> Candidate:
 
 
 @pytest.mark.parametrize("others", [[], ["d1"]], ids=["the only pair", "one of two"])
-def test_a_short_remainder_is_handed_over_where_its_writer_has_much_to_read(others: list[str]) -> None:
+def test_a_short_remainder_is_handed_over_from_a_busy_decoder(others: list[str]) -> None:
     """Also where there is but one pair: what is told of a decision is what it was."""
     busy = [known(name, 960, queued_prefill_tokens=60_000) for name in ("d0", *others)]
     decision = decide(known("p0"), *busy, name="slo")
@@ -213,12 +213,12 @@ def test_slo_chooses_reader_and_writer_by_the_lane_between_them() -> None:
 
 
 @pytest.mark.parametrize(("cached", "num_bytes"), [(0, 1000 * 2**12 + 128 * 2**11), (960, 40 * (2**12 + 2**11))])
-def test_of_a_window_no_more_than_its_positions_is_expected_to_move(cached: int, num_bytes: int) -> None:
+def test_a_window_moves_only_its_positions(cached: int, num_bytes: int) -> None:
     seen = view(block_bytes=2**16, window_bytes=[(128, 2**15)])
     assert handed_bytes(seen, known("d0", cached)) == num_bytes
 
 
-def test_scores_are_those_of_the_decision_whatever_is_learned_before_they_are_asked_for() -> None:
+def test_scores_are_those_of_the_decisions_moment() -> None:
     lanes = {"p0": LaneLatencies({"d0": Line(each_s=1e-9)}), "p1": LaneLatencies({"d0": Line(each_s=1.0)})}
     asked_later = policy("slo")(view(lanes=lanes, block_bytes=2**16), [known("p0"), known("d0")])
     lanes["p0"].set("d0", Line(each_s=1e-6))
@@ -229,7 +229,7 @@ def test_scores_are_those_of_the_decision_whatever_is_learned_before_they_are_as
     assert dict(unmeasured.scores[-1].terms)["transfer"] == 0.0
 
 
-def test_lines_of_lanes_are_those_measured_last_whatever_workers_asks() -> None:
+def test_lines_of_lanes_are_the_last_measured_ones() -> None:
     """The lines of a worker's lanes survive every change of a lane."""
     workers = WorkerSet([f"d{number}" for number in range(12)], [WorkerRole.DECODE] * 12)
     ways = LaneLatencies({"d1": Line(each_s=1.0)})
@@ -259,7 +259,7 @@ def test_slo_names_every_term_in_seconds() -> None:
     assert dict(whole.terms).keys() == {"decode", "shortage", "late_tpot", "transfer", "prefill by p0"}
 
 
-def test_computing_delays_other_requests_only_while_every_reader_has_a_queue() -> None:
+def test_computing_delays_others_only_if_every_queue_is_full() -> None:
     """Else the next prompt goes to the reader without one."""
 
     def displaced(*queues: int) -> float:
@@ -271,14 +271,14 @@ def test_computing_delays_other_requests_only_while_every_reader_has_a_queue() -
 
 
 @pytest.mark.parametrize("name", ["slo", "prefix_aware"])
-def test_what_is_on_the_device_goes_before_what_must_be_loaded_and_that_before_computing(name: str) -> None:
+def test_device_hits_precede_host_hits_and_computing(name: str) -> None:
     near, none, writer = known("p0", 900), known("p2"), known("d0")
     hosted = known("p1", 900, num_host_tokens=800, load_time=Line(each_s=2e-5))
     assert decide(none, hosted, near, writer, name=name).prefill == "p0"
     assert decide(none, hosted, writer, name=name).prefill == "p1"
 
 
-def test_a_load_is_expected_to_take_what_it_takes_and_never_longer_than_computing() -> None:
+def test_a_load_never_takes_longer_than_computing() -> None:
     loading = Line(each_s=5e-5)
     quick = known("c0", 900, num_host_tokens=800, load_time=loading)
     slow = known("c1", 900, num_host_tokens=800, load_time=Line(each_s=1.0))
@@ -288,7 +288,7 @@ def test_a_load_is_expected_to_take_what_it_takes_and_never_longer_than_computin
     assert expected_of(view(), [slow], decide(slow, name="slo")).ttft_s == pytest.approx(FAST(900))
 
 
-def test_a_writer_receives_what_only_its_host_has() -> None:
+def test_a_decoder_receives_blocks_only_on_its_host() -> None:
     """Blocks of the host are no room, and nothing that a reader could leave out."""
     seen = view(1000, block_bytes=1600)
     candidates = [known("p0"), known("d0", 160, num_host_tokens=160, transfer_time=Line(each_s=1e-6))]
@@ -306,12 +306,12 @@ def test_an_estimate_knows_the_lane_between_the_two() -> None:
     assert between[0] > 0.5 > between[1]
 
 
-def test_costs_that_differ_by_less_than_predictions_can_tell_take_turns() -> None:
+def test_indistinguishable_costs_take_turns() -> None:
     near = [known("c0"), known("c1", prefill_time=Line(fixed_s=0.0101, each_s=1e-4))]
     assert {policy("slo")(view(num_decided=number), near).decode for number in range(2)} == {"c0", "c1"}
 
 
-def test_a_long_answer_that_all_would_write_alike_does_not_hide_who_reads_soonest() -> None:
+def test_equal_long_answers_do_not_hide_the_fastest_prefill() -> None:
     slow = Line(fixed_s=0.15)
     near = [known("c0", step_time=slow, queued_prefill_tokens=4000), known("c1", step_time=slow)]
     assert {policy("slo")(view(num_decided=number), near).decode for number in range(2)} == {"c1"}
@@ -324,7 +324,7 @@ def test_readers_that_seem_alike_take_turns_whatever_their_lanes() -> None:
     assert {policy("slo")(view(num_decided=number, **seen), near).prefill for number in range(2)} == {"p0", "p1"}
 
 
-def test_an_estimate_is_what_the_costs_say_whoever_decided() -> None:
+def test_an_estimate_equals_the_costs() -> None:
     candidates = [
         known("p0", 600, queued_prefill_tokens=50),
         known("d0", num_requests=3, transfer_time=Line(each_s=1e-6)),

@@ -28,7 +28,7 @@ def test_a_worker_that_nobody_has_measured_counts_as_its_pool() -> None:
 
 
 @pytest.mark.parametrize(("told", "each_s"), [(9_000.0, 1 / 10_500), (12_000.0, 1 / 10_500), (1_000.0, 1 / 1_000)])
-def test_speeds_that_workers_tell_differ_by_chance_unless_they_are_far_apart(told: float, each_s: float) -> None:
+def test_reported_speeds_differ_by_chance_unless_far_apart(told: float, each_s: float) -> None:
     """They are measured on whatever there was to read: a few tokens of a prompt, or all of a long one."""
     predictor = Predictor()
     others = {9_000.0: (12_000.0,), 12_000.0: (9_000.0,), 1_000.0: (12_000.0, 12_000.0)}[told]
@@ -40,7 +40,7 @@ def test_speeds_that_workers_tell_differ_by_chance_unless_they_are_far_apart(tol
     assert new.each_s == pytest.approx((len(others) + 1) / (sum(others) + told)), "it counts as its pool"
 
 
-def test_a_load_takes_as_long_as_the_worker_says_that_loads_have_taken() -> None:
+def test_loading_time_follows_the_workers_measurements() -> None:
     predictor = Predictor()
     told = WorkerLoad(host=HostLoad(num_blocks=100, loaded_bytes=4_000_000, load_s=0.5))
     assert predicted(predictor, "p0", PREFILL, told, now=0.0).load_time == Line(each_s=0.5 / 4_000_000)
@@ -64,7 +64,7 @@ def test_a_worker_that_left_is_forgotten_with_its_lanes() -> None:
     assert not predictor.errors()
 
 
-def test_a_newcomer_is_not_owed_what_others_did_before_it_came() -> None:
+def test_a_new_worker_has_no_debt_of_past_work() -> None:
     """It counts as if it had had so much less that the others are a fifth above the mean."""
     predictor = Predictor()
     for worker_id in ("p0", "p1"):
@@ -90,7 +90,7 @@ def test_recent_work_fades_with_time_and_with_newer_requests() -> None:
     assert work * kept(recent.clock(RECENT_S) - at) == pytest.approx(250, rel=0.02)
 
 
-def test_answers_beside_others_are_work_where_prompts_are_read_as_well() -> None:
+def test_colocated_answers_count_as_work() -> None:
     """A worker that finds every prompt in its cache is not idle for that."""
     predictor = Predictor()
     for number in range(40):
@@ -125,7 +125,7 @@ def test_an_idle_worker_is_not_held_to_a_step_it_took_long_ago() -> None:
     assert idle.step_time(1) < 0.012
 
 
-def test_steps_that_read_prompts_do_not_make_a_colocated_worker_seem_slow() -> None:
+def test_prefill_steps_do_not_slow_a_colocated_workers_estimate() -> None:
     """Or all that comes would go to whichever is not reading just now, until it is the slow one."""
     predictor = Predictor()
     reading = WorkerLoad(num_running=9, decode_step_s=0.13, prefill_tokens_per_s=20_000.0)
@@ -150,7 +150,7 @@ def test_steps_that_read_prompts_do_not_make_a_colocated_worker_seem_slow() -> N
     assert third == pytest.approx(3 * first), "one that reads a third as fast as all on average steps a third as fast"
 
 
-def test_a_told_speed_is_counted_once_when_it_becomes_a_difference() -> None:
+def test_a_reported_speed_is_counted_once() -> None:
     """At twice as slow as the mean a worker's word counts by itself; until then what it took was learned."""
     predictor, mean = Predictor(), 1000.0
 
@@ -174,7 +174,7 @@ def test_a_told_speed_is_counted_once_when_it_becomes_a_difference() -> None:
         assert reading_s(slower) == pytest.approx(slower, rel=0.1)
 
 
-def test_reading_a_long_prompt_is_no_part_of_what_comes_to_every_first_token() -> None:
+def test_prefill_of_a_long_prompt_is_no_overhead() -> None:
     predictor, load = Predictor(), WorkerLoad(prefill_tokens_per_s=1e4)
     for now in range(20):
         predicted(predictor, "w0", WorkerRole.COLOCATED, load, now=float(now))
@@ -184,7 +184,7 @@ def test_reading_a_long_prompt_is_no_part_of_what_comes_to_every_first_token() -
     assert predictor.overhead_s(WorkerRole.COLOCATED, now=20.0) <= 0.02
 
 
-def test_what_comes_to_every_first_token_is_known_after_a_few_and_half_of_it_is_kept_for_a_while() -> None:
+def test_ttft_overhead_is_learned_and_halves_when_stale() -> None:
     """A long prompt's reading is no part of it, nor is a stall, nor what busy workers were late by."""
     predictor = Predictor()
 
@@ -210,7 +210,7 @@ def test_what_comes_to_every_first_token_is_known_after_a_few_and_half_of_it_is_
     assert 0.0 < predictor.overhead_s(WorkerRole.COLOCATED, now=202.0) < known_s / 2, "what came sooner was possible"
 
 
-def test_what_came_to_first_tokens_once_is_forgotten_with_time_and_with_other_readers() -> None:
+def test_ttft_overhead_is_forgotten_with_time_and_new_workers() -> None:
     """Whoever is refused for it is never observed: nothing else would lower it."""
     predictor, load = Predictor(), WorkerLoad()
 

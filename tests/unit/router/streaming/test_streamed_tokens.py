@@ -67,7 +67,7 @@ async def two(make: Callable[..., Cluster]) -> Cluster:
     return cluster
 
 
-async def test_a_sink_takes_only_what_is_plain(two: Cluster) -> None:
+async def test_a_sink_takes_plain_tokens_only(two: Cluster) -> None:
     reader = Reader()
     await reader.read(two)
     assert reader.tokens == expected_tokens(PROMPT, 8)
@@ -93,7 +93,7 @@ async def test_a_death_in_mid_answer_after_taken_tokens(two: Cluster) -> None:
     assert other.submitted[0].output_ids == tuple(expected_tokens(PROMPT, 5)), "taken tokens are in the journal"
 
 
-async def test_a_sequence_whose_tokens_are_taken_still_leaves_a_worker_that_drains(two: Cluster) -> None:
+async def test_a_sequence_with_a_sink_leaves_a_draining_worker(two: Cluster) -> None:
     leaving, reader = two["c0"], Reader()
     leaving.pause_after = 3
     reading = asyncio.create_task(reader.read(two))
@@ -138,7 +138,7 @@ async def test_named_events_of_messages_are_written_by_the_sink(two: Cluster, mo
     ("completions", {"n": 2, "stop": ["zz"]}),
     ("chat/completions", {"n": 1, "stream_options": {"include_usage": True}}),
 ])  # fmt: skip
-async def test_a_stream_says_what_the_whole_answer_says(two: Cluster, path: str, asked: dict[str, object]) -> None:
+async def test_a_stream_equals_the_whole_answer(two: Cluster, path: str, asked: dict[str, object]) -> None:
     prompt = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": list(PROMPT)}
     body = {"model": "tiny", "max_tokens": 40, "temperature": 0, **prompt, **asked}
     async with served(two) as client:
@@ -159,7 +159,7 @@ async def test_a_stream_says_what_the_whole_answer_says(two: Cluster, path: str,
     assert texts == [choice.get("text") or choice["message"]["content"] for choice in whole["choices"]]
 
 
-async def test_the_tokens_of_a_client_that_listens_go_straight_to_its_connection(
+async def test_a_reading_clients_tokens_go_straight_to_its_socket(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, opened, real = make(), list[bool](), ChoiceEvents.make_clear
@@ -229,7 +229,7 @@ def spoken() -> tuple[int, str]:
     raise AssertionError("no prompt is like that")
 
 
-async def test_a_worker_dies_and_another_one_goes_on_after_all_that_was_written(
+async def test_another_worker_continues_after_all_written_tokens(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, reported, real = make(), list[int](), Updates.report

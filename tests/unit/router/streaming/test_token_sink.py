@@ -114,7 +114,7 @@ def test_special_tokens_are_shown_only_where_they_are_asked_for() -> None:
         assert choice.connection.texts() == shown
 
 
-def test_what_may_begin_a_stop_string_is_refused() -> None:
+def test_beginnings_of_stop_strings_are_refused() -> None:
     table, choice = SinkTable(), Choice(stops=["bb", "é"])
     choice.sink.open(table, 7, 1.0)
     assert left(table, [7, 7, 7], [1, 5, 2], 1.0) == [1, 2]
@@ -122,7 +122,7 @@ def test_what_may_begin_a_stop_string_is_refused() -> None:
 
 
 @pytest.mark.parametrize("reason", [WriteState.PAUSED, WriteState.CORKED, WriteState.CLOSED])
-def test_nothing_is_written_to_a_transport_that_must_not_be_written_to(reason: int) -> None:
+def test_a_blocked_transport_is_not_written_to(reason: int) -> None:
     table, choice = SinkTable(), Choice()
     choice.sink.open(table, 7, 1.0)
     choice.connection.state.block(reason)
@@ -151,7 +151,7 @@ def test_texts_wait_while_the_gateway_is_late() -> None:
     assert choice.sink.held() == [], "once"
 
 
-def test_a_text_that_waits_since_the_last_report_needs_no_further_message() -> None:
+def test_a_waiting_text_needs_no_further_message() -> None:
     table, choice = SinkTable(), Choice()
     choice.pace.gap_s = 0.05
     choice.sink.open(table, 7, 10.0)
@@ -164,7 +164,7 @@ def test_a_text_that_waits_since_the_last_report_needs_no_further_message() -> N
     assert choice.connection.texts() == ["a"]
 
 
-def test_reasoning_has_events_of_its_own_with_the_text_twice_and_leaves_its_marks() -> None:
+def test_reasoning_has_its_own_events_without_marks() -> None:
     table, choice = SinkTable(), Choice(marks=frozenset({3, SPECIAL}))
     choice.sink.turn(is_reasoning=True)
     choice.sink.open(table, 7, 1.0)
@@ -264,7 +264,7 @@ async def test_tokens_wait_for_a_reader_that_is_behind() -> None:
     assert choice.connection.texts() == [TEXT_OF_2]
 
 
-async def test_a_reader_that_is_cancelled_accounts_for_what_was_written() -> None:
+async def test_a_cancelled_reader_accounts_for_written_tokens() -> None:
     table, choice = SinkTable(), Choice()
     updates = Updates("r", 7, table)
     updates.attach(choice.sink)

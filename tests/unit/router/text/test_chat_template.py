@@ -141,7 +141,7 @@ OBSERVING = (
 
 
 @pytest.mark.parametrize("content", [None, "I look."])
-def test_calls_and_results_are_shown_as_metadata_and_observations(content: str | None) -> None:
+def test_calls_and_results_become_metadata_and_observations(content: str | None) -> None:
     """Neither was, so the model called the same function again."""
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
     messages: list[dict[str, Any]] = [
@@ -171,7 +171,7 @@ def test_options_cannot_replace_the_messages() -> None:
     assert "Be brief" in ours(LLAMA_3, [SYSTEM], options={"messages": "gone"})
 
 
-def test_text_parts_are_joined_for_a_template_that_wants_a_string() -> None:
+def test_text_parts_are_joined_for_a_string_template() -> None:
     joined = {"role": "user", "content": "one\ntwo"}
     assert ours(LLAMA_3, [PARTED]) == ours(LLAMA_3, [joined])
 
@@ -229,7 +229,7 @@ def test_a_system_turn_stands_where_the_template_takes_it(source: str, prompt: s
         assert prompt.startswith(template.rendered(AGENT[:num_turns]).text), "what came before stays in the cache"
 
 
-def test_turns_of_one_role_are_joined_where_roles_alternate() -> None:
+def test_turns_of_one_role_are_joined() -> None:
     """Codex sends several user turns, frameworks several assistant turns."""
     turns = [
         {"role": role, "content": text} for role, text in zip(["user"] * 2 + ["assistant"] * 2, "abcd", strict=True)
@@ -239,7 +239,7 @@ def test_turns_of_one_role_are_joined_where_roles_alternate() -> None:
 
 
 @pytest.mark.parametrize("call_id", ["call_abcdefghijklmnopqrstuvwx", "c1", "toolu_1", "tool-1-é-"])
-def test_ids_of_other_apis_become_those_that_the_template_takes(call_id: str) -> None:
+def test_foreign_call_ids_are_translated(call_id: str) -> None:
     """A conversation that another model began goes on with one of Mistral's."""
     source = (
         "{% for m in messages %}"
@@ -273,7 +273,7 @@ def test_all_parts_of_a_system_turn_are_shown() -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ messages[7].content }}", "{{ messages.a.b }}", "{{ 1 + messages }}"])
-def test_a_template_that_stumbles_over_the_messages_is_the_clients_to_mend(source: str) -> None:
+def test_a_template_error_is_the_clients(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template refuses"):
         ours(source, [USER])
 
@@ -344,7 +344,7 @@ def rendered(path: Path, *, file: str = "", tools: Sequence[Any] = ()) -> str:
     return template.rendered([USER], tools=tools).text
 
 
-def test_a_template_that_is_none_is_refused_at_the_start() -> None:
+def test_an_invalid_template_is_refused_at_the_start() -> None:
     with pytest.raises(BadCheckpoint, match="not valid Jinja"):
         ChatTemplate("{% for %}")
 
@@ -366,7 +366,7 @@ async def test_a_long_conversation_is_written_beside_the_event_loop(long: list[d
     assert turns, "the event loop had no turn"
 
 
-async def test_what_a_template_says_of_a_long_conversation_is_told_as_of_a_short_one() -> None:
+async def test_template_errors_do_not_depend_on_length() -> None:
     template = ChatTemplate(MISTRAL, named_tokens=TOKENS)
     for times in (2, 1000):
         with pytest.raises(InvalidRequest, match="roles must alternate"):
@@ -407,7 +407,7 @@ async def test_a_template_that_costs_too_much_is_ended(kind: str, monkeypatch: p
         await ChatTemplate(HOSTILE[kind]).prompt([{"role": "user", "content": "x"}])
 
 
-def test_what_is_not_counted_gives_the_same_prompt() -> None:
+def test_uncounted_templates_give_the_same_prompt() -> None:
     source = "{{ '=' * 3 }}{% for m in messages %}{{ m.content.zfill(5) }}{{ m | tojson }}{{ tools }}{% endfor %}"
     messages = [{"role": "user", "content": "naïve"}, {"role": "assistant", "content": "x"}]
     counted = source.replace("'=' * 3", "'==='").replace(".zfill(5)", "").replace("{{ m.content }}", "{{ m.content }}")

@@ -75,7 +75,7 @@ def test_special_tokens_are_shown_on_demand() -> None:
     assert "".join(fed(tokenizer, ids, skip_special_tokens=False)) == "hello<|end|>"
 
 
-def test_a_continuation_keeps_the_space_that_a_text_of_its_own_would_lose() -> None:
+def test_a_continuation_keeps_its_leading_space() -> None:
     tokenizer = sentencepiece()
     ids = ids_of("the", tokenizer)
     assert "".join(fed(tokenizer, ids)) == " the"

@@ -218,7 +218,7 @@ def joined_by_score(text: str, *, prefix: bool = True) -> tuple[int, ...]:
     return tuple(merged)
 
 
-def test_sentencepiece_ids_are_those_of_its_algorithm(tmp_path: Path) -> None:
+def test_sentencepiece_ids_follow_its_algorithm(tmp_path: Path) -> None:
     tokenizer = sentencepiece(tmp_path)
     for text in CORPUS:
         [ids] = tokenizer._encode([text], False)
@@ -234,7 +234,7 @@ def test_any_text_has_sentencepieces_ids(text: str, tmp_path: Path) -> None:
     assert sentencepiece(tmp_path)._encode([text], False) == [joined_by_score(text)]
 
 
-def test_flags_of_the_metadata_decide_what_is_put_round_a_text(tmp_path: Path) -> None:
+def test_metadata_flags_decide_surrounding_tokens(tmp_path: Path) -> None:
     plain = sentencepiece(tmp_path, add_bos_token=False, add_space_prefix=False)
     [ids] = plain._encode(["the text"], True)
     assert ids == joined_by_score("the text", prefix=False)
@@ -267,7 +267,7 @@ def test_ends_templates_and_settings_are_found(tmp_path: Path) -> None:
     assert files.text("chat_template.jinja") is None
 
 
-def test_an_original_tokenizer_in_the_file_is_used_as_it_is(tmp_path: Path) -> None:
+def test_an_embedded_original_tokenizer_is_used(tmp_path: Path) -> None:
     metadata = tokenizer_metadata(json.loads(byte_level("gpt-2")), pre="default", vocab_size=720)
     ours = loaded(tmp_path, metadata, **{"tokenizer.huggingface.json": byte_level("qwen2")})
     assert_alike(ours, Tokenizer(tokenizers.Tokenizer.from_str(byte_level("qwen2"))))

@@ -59,7 +59,7 @@ def test_characters_of_a_mark_in_other_tokens_are_text() -> None:
     assert reader.is_inside
 
 
-def test_calls_of_channels_are_marked_where_there_are_tools() -> None:
+def test_calls_in_channels_are_marked_with_tools() -> None:
     called = HARMONY + '<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"a": 1}'
     assert split(called, "gpt_oss", calls=True) == (
         "Hm.\nWell.", f'I look.{CALL}now{ARGUMENTS}{{"a": 1}}'

@@ -31,13 +31,13 @@ def asking(prompts: list[tuple[int, ...]] | None = None, default: int | None = 1
     )
 
 
-def test_the_models_makers_decide_what_the_client_leaves_open() -> None:
+def test_the_models_defaults_fill_missing_parameters() -> None:
     sampling = asking().jobs[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0.6, 0.9, 20, 1.1)
     assert (sampling.min_p, sampling.presence_penalty, sampling.logprobs) == (0.0, 0.0, None)
 
 
-def test_the_client_decides_what_it_says() -> None:
+def test_the_clients_parameters_win() -> None:
     sampling = asking(temperature=0.0, top_p=1.0, top_k=-1, repetition_penalty=1.0, min_p=0.5).jobs[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0.0, 1.0, 0, 1.0)
     assert sampling.min_p == 0.5
@@ -125,7 +125,7 @@ def test_there_is_a_limit_to_choices() -> None:
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), n=st.integers(1, 5))
-def test_every_choice_draws_its_own_numbers_and_the_first_those_of_n_1(seed: int, n: int) -> None:
+def test_choices_draw_apart_and_the_first_equals_n_1(seed: int, n: int) -> None:
     seeds = [job.sampling.seed for job in asking([PROMPT, PROMPT], seed=seed, n=n).jobs]
     assert len(set(seeds)) == n
     assert seeds[:n] == seeds[n:], "a prompt's answers do not depend on its neighbours"
@@ -133,7 +133,7 @@ def test_every_choice_draws_its_own_numbers_and_the_first_those_of_n_1(seed: int
     assert all(0 <= seed < 2**64 for seed in seeds)
 
 
-def test_seeds_are_drawn_where_none_is_given() -> None:
+def test_missing_seeds_are_drawn() -> None:
     assert asking().jobs[0].sampling.seed != asking().jobs[0].sampling.seed
 
 

@@ -43,7 +43,7 @@ def test_a_stop_string_is_found_if_and_only_if_it_is_there(text: str, stop: list
         assert not any(string in (said + stopped_by)[:-1] for string in stop), "another one was complete before"
 
 
-def test_what_may_be_a_beginning_is_held_back_and_no_more() -> None:
+def test_only_possible_beginnings_are_held_back() -> None:
     matcher = StopStrings(["END", "NDX"])
     assert matcher.feed("the E") == "the "
     assert matcher.feed("N") == ""

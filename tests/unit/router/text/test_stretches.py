@@ -51,9 +51,7 @@ def _remembers_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-async def test_a_conversation_has_the_same_ids_with_and_without_what_is_remembered(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_remembered_stretches_change_no_id(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stretches, "CHECK_EVERY", 7)
     texts, template = shape(name)
     draw = random.Random(name)
@@ -76,7 +74,7 @@ async def test_of_a_next_turn_only_the_new_text_is_read() -> None:
     assert 0 < texts.stretches.num_read - before < 40 < len(ids) // 10
 
 
-async def test_no_tenant_finds_what_another_one_has_sent() -> None:
+async def test_no_tenant_finds_anothers_text() -> None:
     texts, template = shape("demo")
     rendered = template.rendered([{"role": "user", "content": "What does os.path.split do? " * 100}])
     ids = await texts.encode_rendered(rendered, salt=b"one tenant")
@@ -111,7 +109,7 @@ def test_a_token_that_looks_at_its_neighbours_begins_no_stretch(flag: str) -> No
     assert texts.stretches.num_remembered == 0
 
 
-def test_a_tokenizer_whose_parts_differ_from_the_whole_is_read_whole() -> None:
+def test_a_tokenizer_that_cannot_be_cut_reads_the_whole() -> None:
     """No tokenizer of the library is known to; a reader that counts what is in front stands for one."""
 
     def counting(parts: Any) -> list[list[int]]:

@@ -61,7 +61,7 @@ async def test_a_stop_string_is_kept_on_demand() -> None:
     assert choice.text == "the quick brown"
 
 
-async def test_text_held_back_for_a_stop_string_that_never_came_is_given_out_at_the_end() -> None:
+async def test_held_back_text_is_released_at_the_end() -> None:
     [choice], _ = await told(Scripted(saying("the quick bro")), asking(stop=("brown",)))
     assert choice.text == "the quick bro"
 
@@ -142,7 +142,7 @@ async def test_when_one_choice_fails_the_others_are_closed() -> None:
     assert sorted(generate.closed) == ["r-0", "r-1", "r-2"]
 
 
-def test_cached_tokens_are_those_nobody_computed() -> None:
+def test_cached_tokens_are_uncomputed_ones() -> None:
     """The second choice finds what the first has just computed: the prompt was not cached."""
     tally = UsageCounter(asking(num_prompts=2, n=2))
 

@@ -19,7 +19,7 @@ from tests.unit.router.scripted import Family, byte_level, ids_of, sentencepiece
 
 
 @pytest.mark.parametrize("family", [byte_level, sentencepiece])
-async def test_a_completion_gets_the_start_token_and_a_chat_does_not_get_it_twice(family: Family) -> None:
+async def test_a_completion_gets_the_start_token_once(family: Family) -> None:
     tokenizer = family()
     bos = tokenizer.named_tokens["bos_token"]
     [completed] = await tokenizer.encode(["hello"], add_special_tokens=True)
@@ -28,7 +28,7 @@ async def test_a_completion_gets_the_start_token_and_a_chat_does_not_get_it_twic
     assert [tokenizer.token_text(token_id) for token_id in rendered].count(bos) == 1
 
 
-async def test_a_long_text_is_read_as_a_short_one_is() -> None:
+async def test_a_long_text_has_the_same_ids() -> None:
     tokenizer, sentence = byte_level(), "the quick brown fox. "
     many = LONG_TEXT_CHARS // len(sentence) + 1
     [long] = await tokenizer.encode([sentence * many], add_special_tokens=True)

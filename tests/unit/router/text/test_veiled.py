@@ -39,7 +39,7 @@ def test_a_template_may_look_at_a_word_that_resembles_control(look: str) -> None
     assert (rendered.text, rendered.written_controls()) == ("<|start|><|end_Turnx|>", ["<|start|>"])
 
 
-def test_a_template_may_put_control_in_place_of_content_that_resembles_it() -> None:
+def test_a_template_may_replace_content_resembling_control() -> None:
     shown = "m.content.replace('<image>', '<|image_pad|>').strip()"
     source = f"{{% for m in messages %}}<|{{{{ m.role }}}}|>{{{{ {shown} }}}}{{% endfor %}}"
     template = ChatTemplate(source, added_tokens={"<|image_pad|>": True})
@@ -48,7 +48,7 @@ def test_a_template_may_put_control_in_place_of_content_that_resembles_it() -> N
 
 
 @pytest.mark.parametrize("look", ["text", "of(content, {})", "veils", "_text", "content.text"])
-def test_no_attribute_of_a_word_gives_what_it_hides(look: str) -> None:
+def test_no_attribute_reveals_a_veiled_word(look: str) -> None:
     """Templates ask so for the text of a part, which may be a string."""
     source = "{% set content = messages[0].content %}<|{{ content.LOOK or '' }}|>".replace("LOOK", look)
     template = ChatTemplate(source, added_tokens={"<|end|>": True})

@@ -118,7 +118,7 @@ async def test_a_block_that_left_both_tiers_is_told_with_each(past: Past) -> Non
     assert finding.explanation.endswith("evicted it from the device 0.8 s before, from host memory 0.5 s before")
 
 
-async def test_a_block_of_the_host_that_was_computed_all_the_same_is_told(past: Past) -> None:
+async def test_a_host_block_that_was_computed_anyway_is_reported(past: Past) -> None:
     past.read()
     record = past.read(found=2, p0=4)
     choice = record.choices[-1]
@@ -130,7 +130,7 @@ async def test_a_block_of_the_host_that_was_computed_all_the_same_is_told(past: 
     assert (miss.findings[0].reason, miss.findings[0].tier) == (MissKind.NOT_LOADED, "host")
 
 
-async def test_what_was_evicted_afterwards_is_no_reason(past: Past) -> None:
+async def test_a_later_eviction_is_no_reason(past: Past) -> None:
     first = past.read()
     second = past.read(found=2, p0=2)
     past.evictions.observe("p0", (BlockRemoved(hashes=(first.chain[2],)),), 9.0)
@@ -144,7 +144,7 @@ async def test_a_worker_that_forgot_everything_is_told(past: Past) -> None:
     assert (finding.reason, finding.worker, finding.request) == (MissKind.CLEARED, "p1", "r1")
 
 
-async def test_a_better_candidate_that_was_not_chosen_is_told_with_its_cost(past: Past) -> None:
+async def test_a_better_candidate_is_reported_with_its_cost(past: Past) -> None:
     past.read(by="p1")
     finding = past.why(past.read(p1=4))
     assert (finding.reason, finding.worker) == (MissKind.ELSEWHERE, "p1")
@@ -156,7 +156,7 @@ async def test_an_index_ahead_of_its_worker_is_told(past: Past) -> None:
     assert past.why(past.read(found=1, p0=4)).reason is MissKind.EVENTS_BEHIND
 
 
-async def test_the_worker_that_read_the_prompt_is_asked_not_one_that_failed_or_followed(past: Past) -> None:
+async def test_the_prefill_worker_explains_the_miss(past: Past) -> None:
     record = past.read(by="p0")
     record.timestamps.first_s = 3.0
     past.decide_again(record, by="p1", at_s=2.0)  # p0 failed before it had read
@@ -179,7 +179,7 @@ async def test_another_salt_is_told(past: Past) -> None:
     ],
     ids=["shorter than a block", "a rest", "the last token is always computed"],
 )
-async def test_what_can_never_be_cached_is_no_miss(
+async def test_uncacheable_blocks_are_no_miss(
     past: Past, prompt: tuple[int, ...], found: int, reason: MissKind
 ) -> None:
     assert past.why(past.read(prompt, found=found)).reason is reason
@@ -197,9 +197,7 @@ async def test_the_memory_of_removed_blocks_is_bounded() -> None:
     assert [bool(evictions.removals("a", block, before=2.0)) for block in hashes[-4:]] == [False] * 3 + [True]
 
 
-async def test_hashes_are_kept_in_bounds_and_a_request_without_them_says_so(
-    past: Past, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_hashes_are_bounded_and_their_absence_is_reported(past: Past, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.traces.request_trace.MAX_CHAIN_BYTES", 100)
     first, second = past.read(), past.read()
     assert (len(first.chain), len(second.chain)) == (0, 4)
@@ -234,7 +232,7 @@ class Name(str):
     __slots__ = ("__weakref__",)
 
 
-async def test_nothing_is_left_of_a_request_that_is_too_old_not_even_of_a_short_one() -> None:
+async def test_an_old_request_leaves_nothing() -> None:
     records = RequestTraces(capacity=1)
     name = Name("first-0")
     gone = ref(name)

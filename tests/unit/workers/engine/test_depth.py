@@ -136,7 +136,7 @@ def test_a_known_end_is_not_overrun(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_stop_is_noticed_depth_steps_later_and_what_follows_it_is_dropped(depth: int) -> None:
+def test_a_stop_is_noticed_depth_steps_later(depth: int) -> None:
     toy = ToyEngine(depth=depth)
     rows = rows_of(toy)
     answer = toy.serve(ask("r", range(10), 20, stop_token_ids=by_hand(range(10), 4)[3:]))["r"]
@@ -144,7 +144,7 @@ def test_a_stop_is_noticed_depth_steps_later_and_what_follows_it_is_dropped(dept
     assert len(rows) == 4 + depth
 
 
-def test_blocks_of_an_aborted_request_stay_taken_until_its_step_is_over() -> None:
+def test_an_aborted_requests_blocks_stay_until_its_step_ends() -> None:
     toy = ToyEngine(depth=1)
     toy.submit(ask("r", range(10), 20))
     toy.step(3)
@@ -155,7 +155,7 @@ def test_blocks_of_an_aborted_request_stay_taken_until_its_step_is_over() -> Non
     toy.engine.assert_idle()
 
 
-def test_an_id_may_be_used_again_while_the_step_of_the_one_before_is_in_flight() -> None:
+def test_an_id_may_be_reused_while_its_step_is_in_flight() -> None:
     toy = ToyEngine(depth=1)
     toy.submit(ask("r", range(10), 20))
     toy.step(3)
@@ -194,7 +194,7 @@ def test_penalties_count_every_token_so_far(depth: int) -> None:
     assert all(sample.prompt_ids == tuple(range(10)) for sample in samples)
 
 
-def test_a_prompt_that_is_to_be_handed_over_is_not_decoded_in_vain() -> None:
+def test_a_prompt_to_be_handed_over_is_not_decoded() -> None:
     toy = ToyEngine(role=Handing(Disposition.RELEASE), depth=1)
     rows = rows_of(toy)
     toy.serve(ask("r", range(10), 20, ticket=TICKET))
@@ -211,7 +211,7 @@ def test_adopted_blocks_are_decoded_at_any_depth() -> None:
     assert answer.token_ids == by_hand(prompt, 8)[1:]
 
 
-def test_a_runner_that_only_runs_is_a_pipeline_that_follows_by_itself() -> None:
+def test_a_plain_runner_is_a_pipeline() -> None:
     seen: list[Batch] = []
 
     class Counts:

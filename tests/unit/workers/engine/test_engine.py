@@ -48,7 +48,7 @@ class TestSubmit:
             (ContextLengthExceeded, "prompt", ["101", "100"], ask("r", [1] * 100, 5, output_ids=(1,))),
         ],
     )
-    def test_what_cannot_be_served_is_refused_with_value_and_limit(
+    def test_impossible_requests_are_refused_with_value_and_limit(
         self, error: type[BatonError], param: str, words: list[str], request_: Any
     ) -> None:
         toy = ToyEngine(max_model_len=100)
@@ -58,7 +58,7 @@ class TestSubmit:
         assert all(word in raised.value.message for word in words)
         toy.engine.assert_idle()
 
-    def test_a_prompt_that_several_workers_are_given_is_refused_by_whom_it_does_not_fit(self) -> None:
+    def test_a_shared_prompt_is_refused_by_workers_it_does_not_fit(self) -> None:
         asked = replace(ask("r", ()), prompt_ids=Remembering((1, VOCAB, 2)))
         small, large = ToyEngine(), ToyEngine(vocab_size=VOCAB + 1)
         large.submit(asked)
@@ -69,7 +69,7 @@ class TestSubmit:
     def test_a_prompt_that_just_fits_is_served(self) -> None:
         assert ToyEngine(max_model_len=100).serve(ask("r", [1] * 99))["r"].token_ids == by_hand([1] * 99, 1)
 
-    def test_a_prompt_that_could_never_fit_the_cache_is_refused_instead_of_waiting_for_ever(self) -> None:
+    def test_a_prompt_larger_than_the_cache_is_refused(self) -> None:
         toy = ToyEngine(num_blocks=5)
         with pytest.raises(ContextLengthExceeded, match="at most 20"):
             toy.submit(ask("r", [1] * 20))
@@ -101,7 +101,7 @@ class TestSubmit:
             "second": by_hand([3] * 10, 8),
         }
 
-    def test_a_draining_engine_serves_what_it_has_and_takes_no_more(self) -> None:
+    def test_a_draining_engine_finishes_and_takes_no_more(self) -> None:
         toy = ToyEngine(max_num_seqs=1)
         toy.submit(ask("running", [1]), ask("waiting", [2]))
         toy.step()
@@ -158,7 +158,7 @@ class TestRoles:
         toy.finish()
         assert role.forgotten == []
 
-    def test_an_aborted_transfer_keeps_its_blocks_until_nothing_reads_them(self) -> None:
+    def test_an_aborted_transfer_keeps_blocks_while_they_are_read(self) -> None:
         role = Handing(Disposition.HOLD)
         toy = ToyEngine(role=role)
         toy.submit(ask("r", range(20)))
@@ -183,7 +183,7 @@ class TestRoles:
         assert role.held == []
 
     @pytest.mark.parametrize("prompt", [range(20), range(2000)], ids=["held", "running"])
-    def test_what_the_role_cannot_go_on_with_is_told_with_its_error(self, prompt: range) -> None:
+    def test_a_roles_error_reaches_the_request(self, prompt: range) -> None:
         role = Handing(Disposition.HOLD)
         toy = ToyEngine(role=role, num_blocks=600, vocab_size=5000)
         toy.submit(ask("r", prompt))
@@ -195,7 +195,7 @@ class TestRoles:
         assert (update.request_id, update.error.code) == ("r", "transfer_failed")
         toy.finish()
 
-    def test_a_request_that_may_not_run_yet_does_not_keep_others_from_running(self) -> None:
+    def test_a_request_that_may_not_run_delays_no_other(self) -> None:
         class Barred(Handing):
             barred = True
 
@@ -222,7 +222,7 @@ class TestRoles:
 
 
 class TestLoad:
-    def test_it_counts_what_runs_and_waits(self) -> None:
+    def test_it_counts_running_and_waiting_requests(self) -> None:
         toy = ToyEngine(max_num_seqs=2, prefill_chunk=8)
         toy.submit(ask("a", range(20)), ask("b", [500]), ask("c", range(600, 630)))
         toy.step()
@@ -231,7 +231,7 @@ class TestLoad:
         assert load.queued_prefill_tokens == 12 + 30
         assert (load.num_blocks, load.num_free_blocks) == (64, 64 - 5 - 1)
 
-    def test_what_is_cached_or_being_computed_is_not_queued(self) -> None:
+    def test_cached_or_computing_tokens_are_not_queued(self) -> None:
         toy = ToyEngine(max_num_seqs=1, prefill_chunk=8)
         toy.submit(ask("first", range(20)), ask("same", range(20)))
         toy.step()
@@ -304,7 +304,7 @@ class TestEvents:
         assert [len(event.hashes) for event in events.events if isinstance(event, BlockStored)] == [10]
         assert toy.engine.drain_events() is None
 
-    def test_a_gateway_that_comes_late_or_again_is_brought_up_to_date(self) -> None:
+    def test_a_reconnecting_gateway_gets_a_snapshot(self) -> None:
         toy = ToyEngine()
         toy.serve(ask("a", range(100), 1))
         cursor = EventCursor()

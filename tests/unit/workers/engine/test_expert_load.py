@@ -5,7 +5,7 @@ import torch
 from workers.engine.expert_load import ExpertLoad
 
 
-def test_the_figure_is_that_of_the_worst_layer_and_follows_the_counts() -> None:
+def test_the_figure_is_the_worst_layers() -> None:
     counts = [torch.zeros(4, dtype=torch.int64), torch.tensor([5, 5, 5, 5])]
     load = ExpertLoad(counts)
     assert load() == (1.0, 0.0, 0.0)
@@ -14,7 +14,7 @@ def test_the_figure_is_that_of_the_worst_layer_and_follows_the_counts() -> None:
     assert ExpertLoad([])() == ExpertLoad([torch.zeros(3, dtype=torch.int64)])() == (0.0, 0.0, 0.0)
 
 
-def test_ranks_with_whole_experts_are_compared_with_a_placement_by_load() -> None:
+def test_whole_experts_are_compared_with_a_placement_by_load() -> None:
     """Experts 0, 2 and 4 are rank 0's. A replica of the popular one on each rank, with a slot more, evens them out."""
     load = ExpertLoad([torch.tensor([5] * 6), torch.tensor([60, 10, 10, 10, 10, 10])], num_ranks=2)
     loads = load()

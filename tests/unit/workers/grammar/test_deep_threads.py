@@ -10,7 +10,7 @@ from workers.cores import leave_cores
 from workers.grammar.guidance import DeepThreads
 
 
-def test_what_is_given_to_stuck_threads_is_done_by_their_successors() -> None:
+def test_stuck_threads_work_is_done_by_successors() -> None:
     """Whoever looked them up a moment before they were replaced would wait behind who is stuck, for ever."""
     stuck, end = threading.Event(), threading.Event()
     threads = DeepThreads("stuck")

@@ -75,7 +75,7 @@ class Summing:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_blocks", [64, 12])
-def test_tokens_are_the_same_with_steps_in_flight_and_when_preempted(depth: int, num_blocks: int) -> None:
+def test_tokens_do_not_depend_on_steps_in_flight_or_preemption(depth: int, num_blocks: int) -> None:
     """Beside a free request, which is not touched."""
     requests = [ask(str(i), range(i, i + 6), 20, grammar="sums", temperature=float(i % 2), seed=i) for i in range(4)]
     free = ask("free", range(50, 56), 20)
@@ -144,7 +144,7 @@ def test_nothing_is_kept_of_who_goes() -> None:
     assert not grammars.known
 
 
-def test_what_cannot_be_constrained_is_refused() -> None:
+def test_impossible_constraints_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="cannot constrain"):
         ToyEngine().submit(ask("a", [1], grammar="sums"))
     toy = ToyEngine(grammars=Summing())

@@ -51,7 +51,7 @@ def test_allocation_is_all_or_nothing() -> None:
     assert pool.allocate(1) is not None
 
 
-def test_a_released_prefix_is_found_again_and_survives_while_there_are_empty_blocks() -> None:
+def test_a_released_prefix_survives_while_blocks_are_empty() -> None:
     pool = BlockPool(8, 4)
     hashes = cached(pool, 3)
     assert pool.num_free == 8
@@ -61,7 +61,7 @@ def test_a_released_prefix_is_found_again_and_survives_while_there_are_empty_blo
     assert pool.match([b"?" * 16, *hashes]) == []
 
 
-def test_the_least_recently_used_prefix_goes_first_and_its_tail_before_its_head() -> None:
+def test_the_least_recently_used_prefix_goes_first_from_its_tail() -> None:
     pool = BlockPool(6, 4)
     old, young = cached(pool, 3), cached(pool, 3, first_token=100)
     again = pool.match(old[:2])  # the old one's head is used again
@@ -103,7 +103,7 @@ def test_the_first_block_with_a_hash_stays_the_cached_one() -> None:
     pool.check_integrity()
 
 
-def test_clearing_forgets_prefixes_but_takes_nothing_from_anybody() -> None:
+def test_clearing_forgets_prefixes_and_takes_no_references() -> None:
     events: list[KVEvent] = []
     pool = BlockPool(4, 4, events.append)
     hashes = cached(pool, 3)
@@ -136,7 +136,7 @@ def test_a_snapshot_lists_parents_before_children() -> None:
     assert len(pool.snapshot()) == 2
 
 
-def test_a_block_left_behind_by_its_parent_is_in_the_snapshot_too() -> None:
+def test_an_orphaned_block_is_in_the_snapshot() -> None:
     pool = BlockPool(3, 4)
     (head,), (tail,) = pool.allocate(1) or [], pool.allocate(1) or []
     pool.seal(head, b"h" * 16)
@@ -146,7 +146,7 @@ def test_a_block_left_behind_by_its_parent_is_in_the_snapshot_too() -> None:
     assert pool.snapshot() == (BlockStored(hashes=(b"t" * 16,), parent=b"h" * 16),)
 
 
-def test_giving_back_what_one_does_not_hold_is_a_bug() -> None:
+def test_releasing_an_unowned_block_is_a_bug() -> None:
     pool = BlockPool(2, 4)
     with pytest.raises(AssertionError):
         pool.release([0])

@@ -23,7 +23,7 @@ def machine(root: Path, *, available_kib: int, limit: str | None = None, used: i
     return root
 
 
-def test_free_memory_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
+def test_free_memory_is_the_kernels_available_memory(tmp_path: Path) -> None:
     assert free_ram_bytes(machine(tmp_path, available_kib=2048)) == 2 * 2**20
 
 
@@ -39,14 +39,14 @@ def test_a_machine_that_says_nothing_still_has_memory(tmp_path: Path) -> None:
     assert free_ram_bytes(tmp_path) > 0
 
 
-def test_the_default_cache_leaves_room_for_other_workers_and_starts_at_once() -> None:
+def test_the_default_cache_leaves_room_and_starts_at_once() -> None:
     assert blocks_in_ram(2**20, fraction=None, free_bytes=5 * GIB, max_useful=10**6) == 1024
     assert blocks_in_ram(2**20, fraction=None, free_bytes=500 * GIB, max_useful=10**6) == MAX_RAM_BYTES // 2**20
     assert blocks_in_ram(2**20, fraction=0.5, free_bytes=500 * GIB, max_useful=10**6) == 250 * 1024
     assert blocks_in_ram(2**20, fraction=0.5, free_bytes=500 * GIB, max_useful=77) == 77
 
 
-def test_too_little_memory_is_said_with_what_would_help() -> None:
+def test_too_little_memory_is_reported_with_a_fix() -> None:
     with pytest.raises(Misconfigured, match=r"0\.20 GiB of RAM .* one block takes 0\.2500 GiB: raise memory_fraction"):
         blocks_in_ram(GIB // 4, fraction=0.2, free_bytes=GIB, max_useful=9)
     with pytest.raises(Misconfigured, match=r"2\.00 GiB on each rank, 1\.00 GiB are free on cpu: raise tp"):

@@ -53,7 +53,7 @@ def evict(toy: ToyEngine) -> None:
 
 class TestHits:
     @pytest.mark.parametrize("head_stays", [True, False])
-    def test_pages_that_lacked_the_kv_of_a_head_lack_it_when_they_come_back(self, *, head_stays: bool) -> None:
+    def test_pages_without_a_heads_kv_return_without_it(self, *, head_stays: bool) -> None:
         """Where it never moves to the host, all pages from there lack it."""
         toy = ToyEngine(num_blocks=32, host_slots=100)
         toy.serve(ask("first", LONG, 1))
@@ -91,7 +91,7 @@ class TestHits:
         load = toy.host.load()
         assert (load.num_loaded, load.num_hit_tokens, load.load_s) == (25, 100, 0.125)
 
-    def test_what_is_left_on_the_device_is_not_loaded(self) -> None:
+    def test_blocks_on_the_device_are_not_loaded(self) -> None:
         toy = ToyEngine(num_blocks=32, host_slots=100)
         toy.serve(ask("first", LONG, 1))
         toy.serve(ask("other", OTHER[:40], 1))  # evicts a few blocks of the tail
@@ -101,7 +101,7 @@ class TestHits:
         assert toy.host is not None
         assert 0 < toy.host.load().num_loaded < 25
 
-    def test_tiers_tell_what_each_was_good_for(self) -> None:
+    def test_tiers_report_their_use(self) -> None:
         toy = ToyEngine(num_blocks=32, host_slots=100)
         toy.serve(ask("first", LONG, 1))
         toy.serve(ask("again", LONG, 1))
@@ -124,7 +124,7 @@ class TestHits:
         evict(toy)
         assert toy.serve(ask("a2", LONG, 1, cache_salt=b"a"))["a2"].cached == [96]
 
-    def test_what_was_loaded_once_is_not_copied_to_the_host_again(self) -> None:
+    def test_a_loaded_block_is_not_copied_again(self) -> None:
         toy = ToyEngine(num_blocks=32, host_slots=100)
         toy.serve(ask("first", LONG, 1))
         evict(toy)
@@ -144,14 +144,14 @@ class TestHits:
         assert toy.host is not None
         assert toy.host.load().num_hit_tokens > 0
 
-    def test_prompt_positions_whose_logprobs_are_asked_for_are_computed(self) -> None:
+    def test_positions_with_prompt_logprobs_are_computed(self) -> None:
         toy = ToyEngine(num_blocks=32, host_slots=100)
         toy.serve(ask("first", LONG, 1))
         evict(toy)
         answer = toy.serve(ask("again", LONG, 1, prompt_logprobs=0))["again"]
         assert (len(answer.prompt_logprobs), answer.cached[-1]) == (99, 0)
 
-    def test_a_prompt_that_is_computed_faster_than_loaded_is_computed(self) -> None:
+    def test_a_prompt_computed_faster_than_loaded_is_computed(self) -> None:
         toy = ToyEngine(num_blocks=32, host_slots=100)
         toy.serve(ask("first", LONG, 1))
         evict(toy)
@@ -207,7 +207,7 @@ class TestWaiting:
         assert len(toy.pool.match(chain_hashes(LONG, BLOCK))) == 24, "what has been loaded is cached"
         toy.finish()
 
-    def test_an_engine_whose_only_request_was_aborted_comes_to_an_end(self) -> None:
+    def test_an_engine_with_only_an_aborted_request_ends(self) -> None:
         toy = self.host(depth=1)
         toy.submit(ask("busy", [1, 2, 3], 2))
         toy.step()
@@ -227,7 +227,7 @@ class TestWaiting:
         assert toy.host.load().num_loaded == 25
         assert [toy.answers[f"again{n}"].cached for n in range(3)] == [[100]] * 3
 
-    def test_no_more_sequences_run_than_are_allowed(self) -> None:
+    def test_the_number_of_running_sequences_is_bounded(self) -> None:
         toy = self.host(max_num_seqs=2)
         toy.submit(ask("busy", [1, 2, 3], 20))
         toy.step()
@@ -237,7 +237,7 @@ class TestWaiting:
             assert toy.scheduler.num_running <= 2
         toy.finish()
 
-    def test_blocks_loaded_for_a_client_that_reads_nothing_go_to_others(self) -> None:
+    def test_blocks_loaded_for_a_silent_client_go_to_others(self) -> None:
         toy = self.host()
         toy.submit(ask("busy", [1, 2, 3], 4))
         toy.step()
@@ -250,7 +250,7 @@ class TestWaiting:
         toy.scheduler.set_unread("again", is_unread=False, now=toy.now)
         assert toy.finish()["again"].token_ids == by_hand(LONG, 9)
 
-    def test_what_was_being_loaded_when_the_cache_was_reset_is_not_cached(self) -> None:
+    def test_a_load_during_a_reset_is_not_cached(self) -> None:
         toy = self.host()
         toy.submit(ask("busy", [1, 2, 3], 20))
         toy.step()
@@ -282,7 +282,7 @@ class TestRoom:
         assert toy.copies.num_stowed == 1 + 16, "one was empty, one is evicted"
         toy.pool.release(block_ids)
 
-    def test_an_index_is_told_what_is_where(self) -> None:
+    def test_an_index_gets_each_blocks_tier(self) -> None:
         toy = ToyEngine(num_blocks=32, host_slots=60)
         for number in range(6):
             toy.serve(ask(f"r{number}", range(number % 4 * 100, number % 4 * 100 + 60), 5))

@@ -52,7 +52,7 @@ def test_blocks_move_to_other_places_of_another_cache() -> None:
 
 
 @given(st.data())
-def test_a_cut_is_what_indexing_gives_and_lands_in_any_other(data: st.DataObject) -> None:
+def test_a_cut_equals_indexing_and_fits_any_other(data: st.DataObject) -> None:
     """Some layers, some heads, parts of blocks: out of one cache into another with blocks of another size."""
     source, destination = filled(6), KVStorage(replace(LAYOUT, block_size=1), num_blocks=20)
     blocks = data.draw(st.permutations(range(6)).map(lambda ids: ids[:3]))
@@ -215,7 +215,7 @@ def test_the_host_keeps_parts_of_any_shape(parts: tuple[KVPart, ...]) -> None:
             assert torch.equal(storage.part(layer, part.name)[[2, 3]], before.part(layer, part.name)[[4, 1]])
 
 
-def test_the_ranks_hold_what_the_layout_says() -> None:
+def test_the_ranks_hold_the_layouts_shares() -> None:
     for parts, tp in (((LATENT,), 1), ((LATENT,), 4), (QUANTISED, 2), (QUANTISED, 8)):
         layout = grouped(parts, tp)
         assert KVStorage(layout, num_blocks=3).block_bytes == rank_block_bytes(layout)

@@ -67,7 +67,7 @@ def test_progress_ends_when_all_is_packed() -> None:
     assert all(num_packed >= place for place, (_, _, num_packed) in enumerate(seen))
 
 
-def test_threads_that_load_leave_the_number_of_torchs_threads_as_it_was() -> None:
+def test_loading_threads_keep_torchs_number_of_threads() -> None:
     before, after = torch.get_num_threads(), list[int]()
     loader, parts, _ = parts_of({f"p{index}": 8 for index in range(8)})
     loader.load(parts, ignore_progress, num_threads=3)

@@ -60,7 +60,7 @@ def weights(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
     return ((slot.name, slot.target) for slot in decoder.slots())
 
 
-def test_every_tensor_arrives_converted_and_the_bytes_are_counted(tmp_path: Path, tensors: Tensors) -> None:
+def test_every_tensor_is_converted_and_counted(tmp_path: Path, tensors: Tensors) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     progress: list[tuple[int, int]] = []
     decoder = load_model(tmp_path, dtype="bfloat16", on_progress=lambda done, total: progress.append((done, total)))
@@ -96,12 +96,12 @@ def test_pickled_weights_are_never_opened(tmp_path: Path, tensors: Tensors) -> N
         load_model(tmp_path)
 
 
-def test_a_folder_without_weights_says_what_it_wants(tmp_path: Path, tensors: Tensors) -> None:
+def test_a_folder_without_weights_names_the_missing_file(tmp_path: Path, tensors: Tensors) -> None:
     with pytest.raises(BadCheckpoint, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         load_model(tmp_path)
 
 
-def test_a_folder_with_a_gguf_file_beside_its_config_names_that_file(tmp_path: Path, tensors: Tensors) -> None:
+def test_a_gguf_file_beside_a_config_is_named(tmp_path: Path, tensors: Tensors) -> None:
     (tmp_path / "model.gguf").touch()
     with pytest.raises(BadCheckpoint, match=r"holds model\.gguf and no \*\.safetensors: give --model .*model\.gguf"):
         load_model(tmp_path)
@@ -139,7 +139,7 @@ def test_a_truncated_file_is_named(keep: int, tmp_path: Path, tensors: Tensors) 
     ],
     ids=["missing", "missing-head", "wrong-shape"],
 )  # fmt: skip
-def test_tensors_that_do_not_match_the_config_are_named_before_any_is_read(
+def test_tensors_unlike_the_config_are_named_before_reading(
     spoil: Callable[[Tensors], object], says: str, tmp_path: Path, tensors: Tensors
 ) -> None:
     spoil(tensors)

@@ -140,7 +140,7 @@ def test_the_context_is_as_long_as_the_scaling_carries(scaling: dict[str, Any], 
         (QWEN3 | {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_unserved_models_are_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel) as caught:
         write(tmp_path, LLAMA | change)
     assert named in caught.value.message
@@ -155,7 +155,7 @@ def test_what_is_not_served_is_refused_by_name(change: dict[str, Any], named: st
         ({"quantization_config": {}}, "quant_method None.*the checkpoint that it was made from"),
     ],
 )
-def test_what_is_not_served_comes_with_the_way_on(change: dict[str, Any], way_on: str, tmp_path: Path) -> None:
+def test_unserved_models_come_with_a_fix(change: dict[str, Any], way_on: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=way_on):
         write(tmp_path, LLAMA | change)
 
@@ -184,9 +184,7 @@ def test_what_is_not_served_comes_with_the_way_on(change: dict[str, Any], way_on
         (QWEN2 | {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window is not true"),
     ],
 )
-def test_contradictory_fields_name_the_file_the_field_and_what_it_must_be(
-    change: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+def test_contradictory_fields_name_file_field_and_value(change: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint) as caught:
         write(tmp_path, LLAMA | change)
     assert named in caught.value.message
@@ -196,7 +194,7 @@ def test_contradictory_fields_name_the_file_the_field_and_what_it_must_be(
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "hidden_size": 32, "num_hidden_layers": 7, "intermediate_size": 48}
 
 
-def test_a_family_knows_what_absent_fields_mean(tmp_path: Path) -> None:
+def test_absent_fields_have_the_familys_defaults(tmp_path: Path) -> None:
     """Gemma 3's published files leave out transformers' defaults."""
     config = write(tmp_path, GEMMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 5})
     assert (config.head_dim, config.num_heads, config.num_kv_heads, config.vocab_size) == (256, 8, 4, 262208)
@@ -224,7 +222,7 @@ def test_a_family_knows_what_absent_fields_mean(tmp_path: Path) -> None:
         (LLAMA | {"architectures": ["Olmo2ForCausalLM"], "sliding_window": 4}, "sliding_window"),
     ],
 )
-def test_what_a_family_does_not_do_is_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_unsupported_fields_of_a_family_are_refused(change: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises((BadCheckpoint, UnsupportedModel)) as caught:
         write(tmp_path, change)
     assert named in caught.value.message
@@ -254,7 +252,7 @@ def test_a_damaged_file_is_named(name: str, text: str, says: str, tmp_path: Path
     assert str(tmp_path / name) in caught.value.message
 
 
-def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
+def test_an_invalid_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"there is no folder or file .*absent: give --model"):
         read_config(tmp_path / "absent")
     with pytest.raises(BadCheckpoint, match=r"has no config\.json, so it is no checkpoint's folder"):

@@ -34,9 +34,7 @@ def published_imbalance(loads: list[float], num_slots: int, num_ranks: int) -> f
     more=st.integers(0, 3),
 )
 @settings(max_examples=60)
-def test_every_expert_has_a_place_and_no_rank_more_than_the_published_rule_gives(
-    loads: list[float], num_ranks: int, more: int
-) -> None:
+def test_expert_placement_is_as_even_as_the_published_rule(loads: list[float], num_ranks: int, more: int) -> None:
     num_slots = (-(-len(loads) // num_ranks) + more) * num_ranks
     placed = place_experts(loads, num_slots=num_slots, num_ranks=num_ranks)
     assert [len(rank) for rank in placed.ranks] == [num_slots // num_ranks] * num_ranks

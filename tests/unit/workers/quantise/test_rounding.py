@@ -88,7 +88,7 @@ def test_gptq_loses_less_than_rounding_to_nearest(bits: int) -> None:
     assert error(x_TI, weight, compensated) < 0.5 * error(x_TI, weight, rounding.rounded(weight))
 
 
-def test_gptq_rounds_to_nearest_what_no_input_reaches() -> None:
+def test_gptq_rounds_unreached_weights_to_nearest() -> None:
     x_TI, weight, rounding = correlated(600, 64), random_weight(8, 64), GroupRounding(bits=4, group_size=32)
     x_TI[:, 5] = 0.0
     moments = SecondMoments(64)
@@ -98,7 +98,7 @@ def test_gptq_rounds_to_nearest_what_no_input_reaches() -> None:
     assert torch.equal(levels[:, 5], rounding.levels(weight, rounding.spread(scale_OG, 64))[:, 5])
 
 
-def test_awq_loses_less_than_rounding_to_nearest_and_computes_the_same() -> None:
+def test_awq_loses_less_than_rounding_to_nearest() -> None:
     x_TI, rounding, layer = correlated(600, 128), GroupRounding(bits=4, group_size=32), "model.layers.0"
     weights = {f"{layer}.mlp.{name}.weight": random_weight(24, 128) for name in ("gate_proj", "up_proj")}
     norm = torch.ones(128)
@@ -114,7 +114,7 @@ def test_awq_loses_less_than_rounding_to_nearest_and_computes_the_same() -> None
         assert error(x_TI, before[name], rounded) < 0.7 * error(x_TI, before[name], rounding.rounded(before[name]))
 
 
-def test_awq_leaves_inputs_alone_whose_producer_has_other_outputs() -> None:
+def test_awq_skips_inputs_with_other_consumers() -> None:
     """With grouped queries several heads of o_proj's inputs come from one head of v_proj."""
     layer, sample = "model.layers.0", InputSample(64)
     sample.add(correlated(100, 64))

@@ -23,7 +23,7 @@ def random_codes(num_rows: int, num_values: int, bits: int, seed: int = 0) -> to
 
 @given(bits=BITS, num_rows=st.integers(0, 4), num_values=st.integers(0, 70), seed=st.integers(0, 5))
 @settings(max_examples=150)
-def test_what_was_packed_comes_out_again(bits: int, num_rows: int, num_values: int, seed: int) -> None:
+def test_packed_weights_unpack_unchanged(bits: int, num_rows: int, num_values: int, seed: int) -> None:
     values = random_codes(num_rows, num_values, bits, seed)
     stream = pack_bits(values, bits)
     assert stream.shape == (num_rows, packed_bytes(num_values, bits))
@@ -167,6 +167,6 @@ def test_columns_may_be_missing() -> None:
     assert not part.dequantised()[:, 20:].any()
 
 
-def test_bytes_are_those_of_the_tensors() -> None:
+def test_bytes_equal_those_of_the_tensors() -> None:
     weight = make_weight(outputs=256, inputs=1024, group=128)
     assert weight.num_bytes == 256 * (512 + 8 * 2 + 8)

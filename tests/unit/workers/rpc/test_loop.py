@@ -46,7 +46,7 @@ async def test_it_never_dozes_with_a_step_in_flight(depth: int, monkeypatch: pyt
     toy.engine.assert_idle()
 
 
-async def test_a_worker_that_only_waits_for_a_long_prompt_of_another_one_is_healthy() -> None:
+async def test_a_worker_waiting_for_anothers_prompt_is_healthy() -> None:
     now = [0.0]
     toy = ToyEngine(role=Expecting())
     engine_loop = ThreadedEngineLoop(

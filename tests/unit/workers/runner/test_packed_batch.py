@@ -49,7 +49,7 @@ def test_logits_are_asked_for_in_the_order_they_are_read() -> None:
     assert sampled_rows(batch) == {0: 0, 2: 1}
 
 
-def test_a_row_that_follows_names_the_place_of_its_token_among_those_sampled() -> None:
+def test_a_following_row_names_the_place_of_its_token() -> None:
     before = Batch(rows=(row((1,), 0, (0,)), row((2,), 0, (1,), sample=SAMPLE), row((3,), 0, (2,), sample=SAMPLE)))
     rows = (row((), 1, (2,), depends_on_row=2, sample=SAMPLE), row((8, 9), 0, (3,)))
     packed = pack(Batch(rows=rows), block_size=4, sampled=sampled_rows(before))

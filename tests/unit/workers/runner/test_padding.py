@@ -68,7 +68,7 @@ def row(token_ids: tuple[int, ...], **rest: Any) -> Row:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_was_not_captured_is_not_replayed(rows: tuple[Row, ...], why: str) -> None:
+def test_uncaptured_steps_are_not_replayed(rows: tuple[Row, ...], why: str) -> None:
     packed = pack(Batch(rows=rows), block_size=4, sampled={})
     assert size_for(packed, (1, 2, 4, 8)) is None, why
 

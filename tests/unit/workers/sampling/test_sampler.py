@@ -156,7 +156,7 @@ def test_frequencies_follow_the_distribution(params: dict[str, Any]) -> None:
     assert statistic < len(cells) + 4 * math.sqrt(2 * len(cells))
 
 
-def test_the_same_seed_gives_the_same_tokens_and_another_seed_others() -> None:
+def test_tokens_depend_on_the_seed() -> None:
     logits = random_logits(64, vocab=1000)
 
     def draw(seed: int) -> list[RowOutput]:
@@ -191,7 +191,7 @@ def test_top_p_finds_its_mass_beyond_the_first_thousand_tokens() -> None:
     assert max(tokens) > 4300
 
 
-def test_masked_rows_choose_what_is_allowed_and_free_rows_do_not_change() -> None:
+def test_masked_rows_obey_masks_and_free_rows_do_not_change() -> None:
     """Bans and bias notwithstanding; and the way of the device leaves the same logits."""
     logits, vocab = random_logits(4, vocab=70), 70
     allowed = {1: [0, 31, 32, 69], 3: [64]}
@@ -228,7 +228,7 @@ def test_the_input_is_left_alone() -> None:
     frequency=st.sampled_from([0.0, 0.37]),
     presence=st.sampled_from([0.0, -0.6]),
 )
-def test_a_token_that_only_the_device_knows_is_penalised_to_the_bit(
+def test_a_token_on_the_device_is_penalised_bit_by_bit(
     outputs: list[list[int]], repetition: float, frequency: float, presence: float
 ) -> None:
     """The last token of every other row is not among those told: it lies where the step before sampled it."""

@@ -57,7 +57,7 @@ class TestSteps:
         assert max(batch.num_tokens for batch in peek.batches) == 40
         assert max(len(row.token_ids) for batch in peek.batches for row in batch.rows) == 16
 
-    def test_no_more_sequences_run_than_are_allowed(self) -> None:
+    def test_the_number_of_running_sequences_is_bounded(self) -> None:
         toy = ToyEngine(max_num_seqs=2)
         toy.submit(*(ask(f"r{n}", [n], max_tokens=3) for n in range(5)))
         assert told(toy.step()) == {"r0": 1, "r1": 1}
@@ -76,7 +76,7 @@ class TestSteps:
         toy = ToyEngine()
         assert toy.scheduler.plan(0.0) is None
 
-    def test_reservations_are_taken_again_when_whoever_lacked_blocks_has_left(self) -> None:
+    def test_reservations_resume_when_starved_requests_have_left(self) -> None:
         """No plan is made any more that would find it out: they were refused for ever, with all blocks free."""
         toy = ToyEngine(num_blocks=8)  # of 4 tokens
         toy.submit(ask("r0", range(24)), ask("r1", range(30, 54)))
@@ -88,7 +88,7 @@ class TestSteps:
 
 
 class TestOrder:
-    def test_the_urgent_first_then_whoever_came_first(self) -> None:
+    def test_urgent_requests_come_first_then_earlier_ones(self) -> None:
         toy = ToyEngine(max_num_seqs=1)
         toy.submit(ask("a", [1], 1), ask("b", [2], 1), ask("urgent", [3], 1, priority=1))
         order = [update.request_id for _ in range(3) for update in toy.step()]
@@ -158,7 +158,7 @@ class TestSiblings:
         assert all(answers[f"r{n}"].cached[0] == 100 for n in range(1, 6))
         assert all(answers[name].token_ids == by_hand(prompt, 5) for name, prompt in prompts.items())
 
-    def test_only_what_is_shared_is_waited_for(self) -> None:
+    def test_only_shared_blocks_are_awaited(self) -> None:
         toy = ToyEngine(prefill_chunk=16)
         toy.submit(ask("first", LONG, 4), ask("branch", (*range(32), 900, 901, 902, 903), 4), ask("alone", [7], 4))
         assert told(toy.step()) == {"alone": 1}
@@ -166,7 +166,7 @@ class TestSiblings:
         assert told(toy.step())["branch"] == 1  # 32 tokens are there after two chunks; the first needs five more
         assert toy.finish()["branch"].cached[0] == 32
 
-    def test_when_the_computing_one_is_aborted_the_next_takes_over_where_it_stopped(self) -> None:
+    def test_the_next_sibling_continues_for_an_aborted_one(self) -> None:
         toy = ToyEngine(prefill_chunk=16)
         toy.submit(*(ask(f"r{n}", LONG, 2) for n in range(3)))
         toy.step(2)
@@ -181,7 +181,7 @@ class TestPreemption:
     def requests(self) -> list[Any]:
         return [ask(f"r{n}", range(100 * n, 100 * n + 14), 30) for n in range(4)]
 
-    def test_when_blocks_run_out_the_latest_gives_way_and_no_token_changes(self) -> None:
+    def test_the_latest_sequence_gives_way_without_changing_tokens(self) -> None:
         toy = ToyEngine(num_blocks=24)
         toy.submit(*self.requests())
         ended = [update.request_id for _ in range(400) for update in toy.step() if update.finish_reason]
@@ -202,7 +202,7 @@ class TestPreemption:
         assert ended == ["high", "low"]
         assert toy.answers["low"].token_ids == by_hand(range(20), 24)
 
-    def test_what_a_recomputation_finds_cached_is_not_reported_as_the_clients_gain(self) -> None:
+    def test_hits_of_a_recomputation_are_not_the_clients(self) -> None:
         toy = ToyEngine(num_blocks=30, prefill_chunk=8)
         toy.submit(ask("first", range(500, 518), 40))
         toy.step(3)
@@ -239,7 +239,7 @@ class TestAdoption:
     def expected(self, prompt_ids: range) -> tuple[int, ...]:
         return by_hand(prompt_ids, 10, first_weight=WEIGHT + 1)[1:]
 
-    def test_a_request_waits_for_its_blocks_and_computes_none_of_its_prompt(self) -> None:
+    def test_a_request_with_a_ticket_computes_no_prompt(self) -> None:
         role = Adopting()
         toy = ToyEngine(role=role)
         self.adopt(toy, role, "r", range(20))
@@ -250,7 +250,7 @@ class TestAdoption:
         assert answer.token_ids == self.expected(range(20))
         assert toy.runner.num_computed == 9
 
-    def test_a_full_pool_keeps_nobody_out_who_needs_no_more_blocks(self) -> None:
+    def test_a_full_pool_admits_requests_that_need_no_blocks(self) -> None:
         role = Adopting()
         toy = ToyEngine(role=role, num_blocks=10)
         toy.submit(ask("running", range(500, 514), 10))
@@ -261,7 +261,7 @@ class TestAdoption:
         assert told(toy.step()) == {"running": 1, "r": 1}
         toy.finish()
 
-    def test_what_arrived_becomes_a_cached_prefix(self) -> None:
+    def test_arrived_blocks_become_a_cached_prefix(self) -> None:
         role = Adopting()
         toy = ToyEngine(role=role)
         self.adopt(toy, role, "r", range(20))
@@ -269,7 +269,7 @@ class TestAdoption:
         toy.finish()
         assert len(toy.pool.match(chain_hashes(range(20), BLOCK))) == 5
 
-    def test_preempted_it_recomputes_what_it_had_adopted(self) -> None:
+    def test_a_preempted_request_recomputes_adopted_blocks(self) -> None:
         role = Adopting()
         toy = ToyEngine(role=role, num_blocks=10)
         prompts = {"a": range(16), "b": range(50, 66)}
@@ -280,7 +280,7 @@ class TestAdoption:
         assert toy.scheduler.num_preemptions > 0
         assert all(answers[name].token_ids == self.expected(prompt) for name, prompt in prompts.items())
 
-    def test_two_that_lack_one_block_each_do_not_wait_for_each_other_for_ever(self) -> None:
+    def test_two_requests_lacking_a_block_do_not_deadlock(self) -> None:
         role = Adopting()
         toy = ToyEngine(role=role, num_blocks=8)
         prompts = {"a": range(16), "b": range(50, 66)}
@@ -291,7 +291,7 @@ class TestAdoption:
         answers = toy.finish()
         assert all(answers[name].token_ids == self.expected(prompt) for name, prompt in prompts.items())
 
-    def test_one_that_holds_blocks_passes_one_that_lacks_them(self) -> None:
+    def test_a_request_with_blocks_passes_one_without(self) -> None:
         role = Adopting()
         toy = ToyEngine(role=role, num_blocks=10)
         toy.submit(ask("large", range(500, 532), 2))
@@ -304,7 +304,7 @@ class TestAdoption:
         assert answers["adopted"].token_ids == self.expected(range(18))
         assert answers["large"].token_ids == by_hand(range(500, 532), 2)
 
-    def test_nobody_is_in_the_way_once_the_one_that_lacked_blocks_has_left(self) -> None:
+    def test_a_leaving_starved_request_unblocks_others(self) -> None:
         """There may be no plan any more that would find that out."""
         role = Adopting()
         toy = ToyEngine(role=role, num_blocks=10)
@@ -356,7 +356,7 @@ class TestEndings:
         assert self.serve(max_tokens=4, eos_ids=(self.TOKENS[3],)) == (self.TOKENS[:4], FinishReason.STOP)
 
     @pytest.mark.parametrize("kind", ["eos", "stop"])
-    def test_min_tokens_bans_what_would_end_the_answer(self, kind: str) -> None:
+    def test_min_tokens_bans_ending_tokens(self, kind: str) -> None:
         eos_ids = (self.TOKENS[0],) if kind == "eos" else ()
         stop_ids = () if kind == "eos" else (self.TOKENS[0],)
         tokens, reason = self.serve(eos_ids=eos_ids, stop_token_ids=stop_ids, min_tokens=3, max_tokens=8)
@@ -389,7 +389,7 @@ class TestLogprobs:
         assert tuple(entry.chosen.token_id for entry in answer.logprobs) == answer.token_ids
         assert all(len(entry.top) == 2 for entry in answer.logprobs)
 
-    def test_of_the_prompt_they_come_for_every_token_but_the_first_whatever_is_cached(self) -> None:
+    def test_prompt_logprobs_cover_all_tokens_but_the_first(self) -> None:
         toy = ToyEngine(prefill_chunk=7)
         for request_id in ("cold", "warm"):
             toy.serve(ask(request_id, LONG, 2, prompt_logprobs=1))
@@ -398,7 +398,7 @@ class TestLogprobs:
         assert all(len(entry.top) == 1 for entry in toy.answers["warm"].prompt_logprobs)
         assert toy.serve(ask("plain", LONG, 1))["plain"].cached == [96]
 
-    def test_of_the_prompt_they_come_once_although_it_is_computed_again(self) -> None:
+    def test_prompt_logprobs_are_reported_once_after_preemption(self) -> None:
         toy = ToyEngine(num_blocks=30, prefill_chunk=8)
         toy.submit(ask("first", range(500, 518), 40))
         toy.step(3)
@@ -415,7 +415,7 @@ class TestLogprobs:
 
 
 class TestSampling:
-    def test_penalties_are_given_what_they_count_and_others_nothing(self) -> None:
+    def test_penalties_get_their_counts_only(self) -> None:
         toy = ToyEngine()
         peek = Peek(toy)
         toy.submit(ask("plain", [1, 2], 3), ask("penal", [3, 4], 3, presence_penalty=0.5))
@@ -460,7 +460,7 @@ class TestAbort:
         assert set(answers) == ({"gone"} if resubmitted else set())
         assert not resubmitted or answers["gone"].token_ids == by_hand([5, 6], 2)
 
-    def test_what_an_aborted_request_had_computed_stays_cached(self) -> None:
+    def test_an_aborted_requests_blocks_stay_cached(self) -> None:
         toy = ToyEngine(prefill_chunk=16)
         toy.submit(ask("r", LONG))
         toy.step(2)

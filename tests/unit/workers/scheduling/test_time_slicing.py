@@ -15,7 +15,7 @@ def seated(toy: ToyEngine) -> set[str]:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_short_answer_waits_for_a_turn_and_not_for_the_long_ones(depth: int) -> None:
+def test_a_short_answer_waits_for_one_turn_only(depth: int) -> None:
     toy = ToyEngine(max_num_seqs=2, time_slice_s=TURN, depth=depth)
     toy.submit(*(ask(f"long{n}", [n, 7], max_tokens=LONG) for n in range(3)))
     toy.step(2)
@@ -33,7 +33,7 @@ def test_a_short_answer_waits_for_a_turn_and_not_for_the_long_ones(depth: int) -
     assert toy.scheduler.num_preemptions == 0, "nothing is computed twice"
 
 
-def test_every_sequence_gets_on_within_its_turns_however_many_there_are() -> None:
+def test_every_sequence_advances_within_its_turns() -> None:
     toy = ToyEngine(num_blocks=1024, max_num_seqs=4, time_slice_s=TURN)
     names = {f"r{n}" for n in range(16)}
     toy.submit(*(ask(name, [len(name), *name.encode()], max_tokens=LONG) for name in sorted(names)))
@@ -45,7 +45,7 @@ def test_every_sequence_gets_on_within_its_turns_however_many_there_are() -> Non
     toy.finish()
 
 
-def test_no_sequence_is_paused_while_none_waits_or_the_time_slice_is_not_over() -> None:
+def test_no_sequence_is_paused_early_or_without_need() -> None:
     toy = ToyEngine(max_num_seqs=2, time_slice_s=TURN)
     toy.submit(*(ask(f"r{n}", [n], max_tokens=LONG) for n in range(2)))
     for _ in range(3 * TURN):
@@ -57,7 +57,7 @@ def test_no_sequence_is_paused_while_none_waits_or_the_time_slice_is_not_over() 
     toy.finish()
 
 
-def test_a_turn_is_given_to_none_of_less_priority() -> None:
+def test_a_lower_priority_gets_no_turn() -> None:
     toy = ToyEngine(max_num_seqs=1, time_slice_s=TURN, priority_head_start_s=1000.0)
     toy.submit(ask("urgent", [1], max_tokens=LONG, priority=1))
     toy.step()
@@ -67,7 +67,7 @@ def test_a_turn_is_given_to_none_of_less_priority() -> None:
     toy.finish()
 
 
-def test_where_blocks_are_short_nobody_steps_back_and_keeps_its_own() -> None:
+def test_no_sequence_is_paused_while_blocks_are_short() -> None:
     toy = ToyEngine(num_blocks=8, max_num_seqs=2, time_slice_s=TURN)  # of 4 tokens
     toy.submit(ask("r0", range(12), max_tokens=4), ask("r1", range(20, 32), max_tokens=4))
     toy.step()

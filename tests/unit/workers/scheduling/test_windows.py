@@ -170,7 +170,7 @@ class TestPrefixHits:
         forget(toy.pool, LONG, group=1, blocks=range(22))
         assert toy.serve("warm", LONG) == 96
 
-    def test_without_a_page_of_the_window_the_longest_shorter_prefix_is_hit(self) -> None:
+    def test_a_missing_window_page_shortens_the_hit(self) -> None:
         toy = WindowEngine((None, 8), num_pages=200)
         toy.serve("cold", LONG)
         forget(toy.pool, LONG, group=1, blocks=(20,))

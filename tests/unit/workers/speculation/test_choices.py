@@ -26,7 +26,7 @@ def observed(**seconds: float) -> StepSeconds:
     return cost
 
 
-def test_steps_that_were_measured_take_what_was_measured_and_others_lie_between() -> None:
+def test_step_times_are_measured_or_interpolated() -> None:
     cost = observed(n1=0.010, n3=0.012, n9=0.030)
     assert cost.seconds(1) == pytest.approx(0.010, rel=0.05)
     assert cost.seconds(9) == pytest.approx(0.030, rel=0.05)
@@ -34,7 +34,7 @@ def test_steps_that_were_measured_take_what_was_measured_and_others_lie_between(
     assert cost.seconds(20) > cost.seconds(9)
 
 
-def test_nothing_is_known_before_the_first_step_and_further_positions_are_cheap_after_it() -> None:
+def test_before_the_first_step_nothing_is_estimated() -> None:
     cost = StepSeconds()
     assert cost.seconds(4) == 0.0
     cost.observe(1, 0.02)
@@ -63,7 +63,7 @@ def first_rate(acceptance: Acceptance, request_id: str, one: Draft) -> float:
     return acceptance.rates(request_id, one)[0]
 
 
-def test_rates_follow_what_was_accepted_of_the_sequence_and_of_its_sort() -> None:
+def test_rates_follow_the_sequence_and_its_sort() -> None:
     acceptance = Acceptance()
     assert acceptance.rates("new", draft()) == (PRIOR_RATE, PRIOR_RATE)
     for _ in range(50):
@@ -76,7 +76,7 @@ def test_rates_follow_what_was_accepted_of_the_sequence_and_of_its_sort() -> Non
     assert first_rate(acceptance, "new", draft(source="suffix")) == PRIOR_RATE
 
 
-def test_positions_behind_an_accepted_one_have_a_rate_of_their_own() -> None:
+def test_later_positions_have_their_own_rate() -> None:
     """A match of one token is right once in four times; then all of the draft is."""
     acceptance = Acceptance()
     for turn in range(200):
@@ -88,7 +88,7 @@ def test_positions_behind_an_accepted_one_have_a_rate_of_their_own() -> None:
     assert chances == pytest.approx([first, first * further, first * further**2, first * further**3])
 
 
-def test_a_sequence_whose_text_changes_is_noticed() -> None:
+def test_a_change_of_text_is_noticed() -> None:
     """It drafted well, then badly, then not at all: others' rate counts again."""
     acceptance = Acceptance()
     for _ in range(30):
@@ -153,7 +153,7 @@ def test_chosen_lengths_are_the_best_there_are(seed: int) -> None:
     assert speed == pytest.approx(best, rel=1e-3) or (not any(lengths) and best <= without * LEAST_GAIN)
 
 
-def test_a_full_batch_whose_positions_cost_most_gets_no_drafts() -> None:
+def test_a_full_batch_gets_no_drafts() -> None:
     cost = observed(**{f"n{num}": 0.001 * num for num in range(1, 30)})
     chances = [0.9, 0.81, 0.73, 0.66]
     assert choose_lengths([chances] * 16, num_rows=16, num_positions=16, budget=100, seconds=cost.seconds) == [0] * 16

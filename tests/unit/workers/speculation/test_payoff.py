@@ -82,7 +82,7 @@ class Steps:
         return num_steps
 
 
-def test_a_head_that_costs_much_is_paused_soon_and_computes_nothing_meanwhile() -> None:
+def test_a_costly_head_is_paused_and_computes_nothing() -> None:
     head = Entries(STEP_S)
     steps = Steps(head)
     assert steps.until_paused() == WARM_UP_STEPS + EARLY_STEPS
@@ -101,13 +101,13 @@ def test_a_head_that_costs_little_is_judged_after_a_whole_trial() -> None:
     assert steps.until_paused() == WARM_UP_STEPS + TRIAL_STEPS
 
 
-def test_a_head_whose_loss_is_noise_is_not_paused() -> None:
+def test_a_noisy_loss_does_not_pause_a_head() -> None:
     steps = Steps(Entries(0.01 * STEP_S))
     steps.run(10 * TRIAL_STEPS)
     assert not steps.is_paused
 
 
-def test_a_head_that_pays_again_is_resumed_with_drafts_from_its_first_step() -> None:
+def test_a_head_that_pays_again_drafts_from_its_first_step() -> None:
     steps = Steps(Entries(STEP_S))
     steps.until_paused()
     steps.run(PAUSE_STEPS - 1)
@@ -119,7 +119,7 @@ def test_a_head_that_pays_again_is_resumed_with_drafts_from_its_first_step() -> 
     assert not steps.is_paused
 
 
-def test_pauses_without_success_between_them_become_longer_up_to_a_limit() -> None:
+def test_repeated_pauses_grow_up_to_a_limit() -> None:
     steps = Steps(Entries(STEP_S))
     lengths = []
     for _ in range(6):
@@ -149,7 +149,7 @@ def test_steps_beside_prompts_and_behind_them_do_not_count() -> None:
     assert not steps.is_paused
 
 
-def test_what_drafts_spare_behind_a_prompt_does_not_pay_for_what_the_others_cost() -> None:
+def test_drafts_beside_prompts_do_not_pay_for_others() -> None:
     """Its cost there is not counted, either: a head that cost time was never paused."""
     head = Entries(1.3 * STEP_S)
     steps = Steps(head)
@@ -187,7 +187,7 @@ def row_of(sequence: Sequence, start: int, stop: int) -> ComputedRow:
     )
 
 
-def test_a_head_begins_behind_the_pages_that_a_pause_left_without_its_kv() -> None:
+def test_a_head_resumes_after_pages_without_its_kv() -> None:
     limits = DraftLimits(block_size=BLOCK, num_pages=20, scratch_pages=2, chunk=64, max_len=64, vocab_size=99)
     runner, headless = CountingHead(), set[int]()
     head = HeadProposer("eagle", runner, limits, clock=lambda: 0.0, headless=headless)

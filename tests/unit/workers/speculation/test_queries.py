@@ -48,7 +48,7 @@ def step(speculation: Speculation, num_rows: int = 1) -> int:
     return len(drafts)
 
 
-def test_a_sequence_without_drafts_is_queried_less_and_less_until_one_is_chosen() -> None:
+def test_a_sequence_without_drafts_is_queried_less() -> None:
     proposer = Counting()
     speculation = speculating(proposer)
     assert [step(speculation) for _ in range(200)] == [0] * 200
@@ -70,7 +70,7 @@ def test_steps_without_room_for_drafts_do_not_count() -> None:
     assert proposer.num_calls == 10
 
 
-def test_nothing_is_queried_where_even_right_drafts_would_not_pay() -> None:
+def test_nothing_is_queried_if_right_drafts_would_not_pay() -> None:
     """In a full batch each position costs as much as a row."""
     full = StepSeconds()
     for _ in range(20):
@@ -83,7 +83,7 @@ def test_nothing_is_queried_where_even_right_drafts_would_not_pay() -> None:
     assert step(speculating(proposer), num_rows=40) == 2
 
 
-def test_sequences_with_a_token_in_flight_are_queried_together_and_as_seldom() -> None:
+def test_sequences_in_flight_are_queried_together() -> None:
     proposer = Counting()
     speculation = Speculation([proposer], max_drafts=4)
     for name in "ab":

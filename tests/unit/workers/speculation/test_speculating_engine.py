@@ -99,7 +99,7 @@ def test_no_block_with_an_unverified_token_is_reported() -> None:
     assert stored(toy) == stored(plain)
 
 
-def test_drafts_preempt_no_one_and_take_only_blocks_that_are_left() -> None:
+def test_drafts_preempt_nothing_and_use_spare_blocks() -> None:
     """Two sequences fill the cache but for one block each."""
     plain = ToyEngine().serve(ask("a", range(5), 20), ask("b", range(9, 14), 20))
     num_blocks = 2 * -(-25 // BLOCK)
@@ -134,7 +134,7 @@ def test_a_prediction_is_followed_and_counted() -> None:
     assert toy.engine.num_steps < 12
 
 
-def test_seconds_that_drafts_spare_are_those_of_steps_without() -> None:
+def test_spared_seconds_are_those_of_steps_without_drafts() -> None:
     """A step takes 10 ms and 1 ms a draft; a row brings three drafts and a token: it spares three steps."""
     cost = StepSeconds()
     for num_positions in range(1, 6):
@@ -172,7 +172,7 @@ class Slow(KnownAnswers):
         return taken_s
 
 
-def test_what_proposers_take_counts_as_time_of_steps_and_as_spent() -> None:
+def test_proposers_time_counts_as_steps_and_as_spent() -> None:
     """Each step takes a second of the engine's clock, and brings three tokens."""
     plain = ToyEngine().serve(ask("r", range(5), 19))
     continuations: dict[str, Sequence[int]] = {name: answer.token_ids for name, answer in plain.items()}
@@ -183,7 +183,7 @@ def test_what_proposers_take_counts_as_time_of_steps_and_as_spent() -> None:
     assert speculation.load().spent_s >= 6 * 200
 
 
-def test_drafts_beside_a_prompt_are_not_credited_with_the_time_of_another_step() -> None:
+def test_drafts_beside_a_prompt_are_not_credited() -> None:
     plain = ToyEngine().serve(ask("r", range(5), 21))
     continuations: dict[str, Sequence[int]] = {name: answer.token_ids for name, answer in plain.items()}
     speculation = Speculation([KnownAnswers(continuations, right=1.0, vocab_size=VOCAB)], max_drafts=3, cost=TenMs())

@@ -33,7 +33,7 @@ def test_an_idle_lane_is_given_up_and_one_with_a_ticket_is_not() -> None:
     assert lanes.upkeep.overdue(), "b will do when its ticket has ended"
 
 
-def test_a_lane_that_opens_is_looked_after_although_it_does_not_idle_yet() -> None:
+def test_an_opening_lane_is_maintained() -> None:
     """Nothing else would wake a worker whose last ticket has ended."""
     lanes = Lanes(replace(LANE, state="opening", idle_s=0.0))
     assert lanes.upkeep.overdue()

@@ -82,9 +82,7 @@ def test_leaps_change_no_event(prefill: int, decode: int, policy: str, depth: in
 
 
 @pytest.mark.parametrize(("policy", "depth", "rate"), [("slo", 0, 20.0), ("prefix_aware", 1, 60.0)])
-def test_leaps_change_no_event_where_workers_are_alike_and_decisions_close(
-    policy: str, depth: int, rate: float
-) -> None:
+def test_leaps_change_no_event_among_equal_workers(policy: str, depth: int, rate: float) -> None:
     """A gateway's own jobs count until as many steps have shown them; a worker's first step is no measure."""
     asked = sessions("poisson", num=60, rate=rate, max_output=200)
     config = town(prefill=0, decode=3, num_blocks=20_000)
@@ -93,7 +91,7 @@ def test_leaps_change_no_event_where_workers_are_alike_and_decisions_close(
     assert leaping.fingerprint == simulate(config, asked).fingerprint
 
 
-def test_blocks_come_back_from_host_memory_as_they_were_and_leaps_change_nothing_of_it() -> None:
+def test_loaded_blocks_are_intact_with_and_without_leaps() -> None:
     """Clients check every token against all that came before it: a block that is not what it was would show."""
     asked = sessions("conversations", num=30, rate=20.0, max_output=40)
     config = town(prefill=0, decode=1, num_blocks=150, audit_every=50)
@@ -113,7 +111,7 @@ def test_blocks_come_back_from_host_memory_as_they_were_and_leaps_change_nothing
     assert leaping.hits.device + leaping.hits.host == pytest.approx(leaping.report.cached_share)
 
 
-def test_prices_and_tiers_are_of_whole_answers_though_others_failed() -> None:
+def test_prices_and_tiers_count_whole_answers_only() -> None:
     config = town(prefill=0, decode=1, num_blocks=600, usd_per_gpu_hour=2.0)
     config = replace(config, spec=replace(config.spec, host_blocks=2000, host_bytes_per_s=50e9))
     faults = [Fault.parse(f"{at_s} aborts clients by 1") for at_s in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)]
@@ -128,7 +126,7 @@ def test_prices_and_tiers_are_of_whole_answers_though_others_failed() -> None:
     assert (paid + costs.per_million_output * report.num_output_tokens) / 1e6 == pytest.approx(costs.usd)
 
 
-def test_gaps_are_between_the_tokens_of_one_answer_wherever_they_are_made() -> None:
+def test_itl_is_between_tokens_of_one_answer() -> None:
     gaps = Gaps()
     assert gaps.spread() is None
     for job in ("a", "b", "c"):
@@ -153,7 +151,7 @@ def test_gaps_are_between_the_tokens_of_one_answer_wherever_they_are_made() -> N
     gaps.assert_idle()
 
 
-def test_the_pause_of_an_answer_whose_kv_was_lost_is_a_gap() -> None:
+def test_the_pause_after_lost_kv_is_a_gap() -> None:
     """The decode worker's failure ended the answer's gaps, though another attempt went on with it: the longest were
     missing."""
     stalled = [Fault.parse("0 lane-stall prefill-0>decode-0 for 9")]
@@ -191,7 +189,7 @@ def test_leaps_save_messages() -> None:
     assert leaping.num_callbacks < stepping.num_callbacks / 3
 
 
-def test_a_long_prompts_kv_does_not_wait_for_the_steps_of_other_prompts() -> None:
+def test_a_long_prompts_kv_does_not_wait_for_other_prompts() -> None:
     """4 GB of it, on a lane of 50 GB/s that stages 256 MiB, beside steps of 0.4 s: it waited for eight of them."""
     asked = [
         UserSession(
@@ -212,7 +210,7 @@ def test_colocated_workers_serve_as_well() -> None:
     assert [record.error for record in outcome.records] == [""] * 20
 
 
-def test_a_host_tier_finds_more_and_its_loads_take_time_that_leaps_do_not_change() -> None:
+def test_a_host_tier_adds_hits_and_loading_time() -> None:
     asked = sessions("conversations", num=15)
 
     def outcome(host_blocks: int, *, leaping: bool, speed: float = 25e9) -> tuple[str, int]:
@@ -246,7 +244,7 @@ def _of(asked: list[UserSession], *, num_output: int) -> list[UserSession]:
     ]
 
 
-def test_prefixes_are_pulled_over_lanes_that_were_measured_as_quick() -> None:
+def test_prefixes_are_pulled_over_fast_lanes() -> None:
     """A token's KV is 131 kB, and takes longer at 1 GB/s, as which unmeasured lanes count, than it is to compute."""
     asked = sessions("agents", num=40)
 
@@ -274,7 +272,7 @@ def test_a_worker_that_never_starts_ends_the_simulation(
 DIES_S, LOADS_S = 1.0, 200.0
 
 
-def test_answers_wait_for_a_checkpoint_that_takes_minutes_to_load() -> None:
+def test_answers_wait_minutes_for_a_checkpoint() -> None:
     outcome, _ = run(f"{DIES_S} kill colocated-0", pools=PoolsConfig(colocated=1), load_s=LOADS_S)
     begun = [record for record in outcome.records if record.arrivals_s and record.arrivals_s[0] < LOADS_S + DIES_S]
     resumed = [finding for finding in begun if finding.error or finding.arrivals_s[-1] > LOADS_S + DIES_S]

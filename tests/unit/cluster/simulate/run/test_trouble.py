@@ -70,7 +70,7 @@ def leaps_of_preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_a_leap_goes_on_with_what_the_last_step_has_sampled(leaps_of_preempted: list[str]) -> None:
+def test_a_leap_continues_from_the_last_sampled_token(leaps_of_preempted: list[str]) -> None:
     """Seed 43 preempts: what was computed is computed again, all but its last token in a step that samples nothing."""
     leaping, stepping = leapt_and_stepped(soak_trial.trial(43))
     assert leaping.fingerprint == stepping.fingerprint
@@ -78,9 +78,7 @@ def test_a_leap_goes_on_with_what_the_last_step_has_sampled(leaps_of_preempted: 
 
 
 @pytest.mark.parametrize("seed", [1335])
-def test_an_answer_leaps_after_a_preemption_and_after_a_plan_that_lacked_a_block(
-    seed: int, leaps_of_preempted: list[str]
-) -> None:
+def test_an_answer_leaps_after_a_preemption(seed: int, leaps_of_preempted: list[str]) -> None:
     soak_trial.run(soak_trial.trial(seed))
     assert leaps_of_preempted
 
@@ -111,7 +109,7 @@ def test_every_request_survives(fault: str) -> None:
     assert any(" fault " in line for line in lines)
 
 
-def test_gateways_know_when_their_store_is_gone_and_share_again_when_it_is_back() -> None:
+def test_gateways_report_a_lost_store_and_share_again() -> None:
     config = town(prefill=0, decode=1, num_gateways=2, shared_index=True)
 
     async def troubles() -> list[set[str]]:
@@ -144,7 +142,7 @@ def test_a_killed_worker_is_started_again_and_its_answers_go_on() -> None:
     assert any(" ended " in line and ">decode-0," in line for line in lines), "nothing has moved on"
 
 
-def test_clients_of_a_lost_gateway_are_told_and_leave_nothing_behind() -> None:
+def test_clients_of_a_lost_gateway_get_errors_and_hold_nothing() -> None:
     outcome, _ = run("0.5 gateway-restart 0")
     errors = {record.error for record in outcome.records}
     assert errors == {"", "gateway_lost"}
@@ -177,7 +175,7 @@ def test_a_fault_that_cannot_be_read_is_refused_with_its_text(text: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["slow prefill-0", "lane-stall prefill-0>decode-0", "events-drop decode-0"])
-def test_a_fault_that_would_last_for_weeks_ends_soon_after_the_load(kind: str) -> None:
+def test_a_week_long_fault_ends_soon_after_the_load(kind: str) -> None:
     outcome, _ = run(f"0.5 {kind} for 1000000", audit_every=0)
     assert {record.error for record in outcome.records} == {""}
     assert outcome.duration_s < 200
@@ -190,7 +188,7 @@ def test_a_pool_without_workers_uses_no_memory() -> None:
     assert {sample.blocks_used for sample in alone} == {0.0}
 
 
-def test_the_report_lists_the_faults_that_happened_by_the_clock_of_the_event_log() -> None:
+def test_the_report_lists_faults_by_the_event_logs_clock() -> None:
     """The load, and everybody's clock, begins at 0: workers have started before."""
     outcome, lines = run("0.5 kill decode-0", "0.75 pause decode-0 for 2", "1 aborts clients by 0.1")
     assert [fault.at_s for fault in outcome.faults] == pytest.approx([0.5, 0.75, 1.0])
@@ -224,14 +222,14 @@ def test_a_fault_long_after_the_last_answer_is_passed_over() -> None:
         ("1 store-lost redis", "settings.index"),
     ],
 )
-def test_a_fault_of_something_that_does_not_exist_is_refused_with_what_there_is(fault: str, there_is: str) -> None:
+def test_a_fault_of_an_unknown_target_is_refused(fault: str, there_is: str) -> None:
     with pytest.raises(Misconfigured) as refusal:
         run(fault)
     assert fault in str(refusal.value)
     assert there_is in str(refusal.value)
 
 
-def test_a_worker_that_is_told_to_drain_while_a_long_step_runs_leaves_all_the_same() -> None:
+def test_a_worker_drained_during_a_long_step_ends() -> None:
     """Who told it has given up waiting by then."""
     outcome, lines = run("0.4 slow decode-0 for 8 by 600", "0.45 drain decode-0")
     assert any("drain not confirmed" in line for line in lines)

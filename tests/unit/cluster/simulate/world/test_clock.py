@@ -44,13 +44,13 @@ def order_of_ties(seed: int, *, num_first: int = 0) -> list[int]:
     return run(ties(), seed)
 
 
-def test_what_happens_at_one_instant_is_ordered_by_the_seed() -> None:
+def test_simultaneous_events_are_ordered_by_the_seed() -> None:
     assert order_of_ties(1) == order_of_ties(1)
     assert order_of_ties(1) != order_of_ties(2)
     assert sorted(order_of_ties(1)) == list(range(20))
 
 
-def test_what_comes_first_changes_no_order_of_the_rest() -> None:
+def test_a_first_timer_keeps_the_order_of_the_rest() -> None:
     for seed in range(10):
         assert order_of_ties(seed, num_first=3) == [-3, -2, -1, *order_of_ties(seed)]
 
@@ -76,7 +76,7 @@ def test_a_timeout_that_was_not_needed_leaves_nothing_behind() -> None:
     assert run(timeouts()) == pytest.approx(1.0)
 
 
-def test_what_was_never_in_vain_is_not_swept_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_timers_are_not_swept_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sleep that is over cancels its timer, which is among the others no more."""
     sweep, num_sweeps = heapq.heapify, 0
 
@@ -126,7 +126,7 @@ def test_threads_and_sockets_are_out_of_reach() -> None:
             run(outside())
 
 
-def test_what_a_forgotten_callback_raises_ends_the_run() -> None:
+def test_an_error_of_a_forgotten_callback_ends_the_run() -> None:
     async def main() -> None:
         asyncio.get_running_loop().call_later(1, [].pop)
         await asyncio.sleep(10)

@@ -132,7 +132,7 @@ def test_a_fault_of_each_kind_hurts(kind: Kind) -> None:
     assert hurts(was, now), f"nothing came of {fault}: {was} before, {now} after"
 
 
-def test_a_lane_that_is_held_up_for_longer_than_lanes_wait_is_lost() -> None:
+def test_a_lane_held_up_for_long_is_lost() -> None:
     """Production loses it after `kvtransfer.lane_rules.LaneConfig.stall_s`, whatever the lease: KV is sent anew."""
     assert felt("patient", "0.5 lane-stall prefill-0>decode-0 for 4.5").num_again == 0
     assert felt("patient", "0.5 lane-stall prefill-0>decode-0 for 5.5").num_again > 0

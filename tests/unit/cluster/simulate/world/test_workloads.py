@@ -65,7 +65,7 @@ def test_bursts_are_bursts() -> None:
     assert inside / len(due) == pytest.approx(40 / 60, rel=0.1)
 
 
-def test_an_assistants_load_is_like_the_trace_that_it_is_made_after() -> None:
+def test_the_assistant_load_resembles_its_trace() -> None:
     """Mooncake's conversation trace, its first 4,000 requests: prompts of 13,312 tokens on average, 7,884 in the median
     and 94,764 at p99, answers of 347, 2,865 conversations, 33 % of the tokens of prompts seen before."""
     made = generated("assistant", replace(LOAD, num_requests=4000, rate=ASSISTANT_RATE))
@@ -92,7 +92,7 @@ def repeated(asked: Sequence[TraceRequest], block_size: int) -> int:
     return num_tokens
 
 
-def test_an_assistants_load_runs_as_many_times_faster_as_its_rate_is_higher() -> None:
+def test_the_assistant_load_scales_with_its_rate() -> None:
     slow, fast = (generated("assistant", replace(LOAD, rate=rate)) for rate in (ASSISTANT_RATE, 4 * ASSISTANT_RATE))
     assert [session.turns[0].spans for session in slow] == [session.turns[0].spans for session in fast]
     for request, other in zip(slow, fast, strict=True):
@@ -100,7 +100,7 @@ def test_an_assistants_load_runs_as_many_times_faster_as_its_rate_is_higher() ->
         assert [turn.pause_s for turn in request.turns] == pytest.approx([4 * turn.pause_s for turn in other.turns])
 
 
-def test_agents_share_their_system_prompts_and_documents_are_asked_about_again() -> None:
+def test_agents_share_system_prompts_and_documents_recur() -> None:
     for name, kinds in (("agents", 8), ("documents", 20)):
         firsts = {session.turns[0].spans[0].key for session in generated(name, LOAD)}
         assert 1 < len(firsts) <= kinds
@@ -141,7 +141,7 @@ def room(num_tokens: int) -> SessionLimit:
     return SessionLimit(num_tokens=num_tokens, limit="memory")
 
 
-def test_what_no_worker_can_hold_is_left_out_and_counted() -> None:
+def test_oversized_sessions_are_left_out_and_counted() -> None:
     made = generated("conversations", LOAD)
     longest = max(session.num_tokens for session in made)
     fitted, left_out = fitting(made, room(longest - 1))

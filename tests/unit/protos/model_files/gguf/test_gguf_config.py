@@ -56,12 +56,12 @@ def config(folder: Path, name: str, *tensors: str, **keys: Any) -> dict[str, Any
         ("deepseek2", LATENT | {"expert_gating_func": 2, "nextn_predict_layers": 1}, {"num_hidden_layers": 3}),
     ],
 )
-def test_what_keys_mean(name: str, keys: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+def test_keys_have_their_meaning(name: str, keys: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     fields = config(tmp_path, name, **keys)
     assert {field: fields.get(field, "absent") for field in expected} == expected
 
 
-def test_a_correction_of_scores_names_the_router_where_no_key_does(tmp_path: Path) -> None:
+def test_a_correction_of_scores_implies_the_router(tmp_path: Path) -> None:
     fields = config(tmp_path, "deepseek2", "blk.3.exp_probs_b.bias", **LATENT)
     assert fields["architectures"] == ["DeepseekV3ForCausalLM"]
     assert (fields["n_group"], fields["topk_group"]) == (8, 4)
@@ -87,7 +87,7 @@ def test_a_correction_of_scores_names_the_router_where_no_key_does(tmp_path: Pat
         ("bert", {}, UnsupportedModel, "'bert', which is not supported: known are llama, .*gpt-oss"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
+def test_unserved_architectures_are_refused_by_name(
     name: str, keys: dict[str, Any], error: type[Exception], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=says):

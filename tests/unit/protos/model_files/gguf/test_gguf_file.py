@@ -152,7 +152,7 @@ def weight(*dims: int, kind: int = 8, start: int = 32) -> Callable[[bytes], byte
         (replaced(b"\x04\0\0\0\0\0\0\0last", b"\x04\0\0\0\0\0\0\0norm"), BadCheckpoint, "'norm' is in the model twice"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_file_is_named(
+def test_faults_of_a_file_are_named(
     spoil: Callable[[bytes], bytes], error: type[Exception], says: str, tmp_path: Path
 ) -> None:
     path = write_gguf(tmp_path / "m.gguf", METADATA, TENSORS)
@@ -163,7 +163,7 @@ def test_what_is_wrong_with_a_file_is_named(
 
 
 @pytest.mark.parametrize("alignment", [0, 3, 2**32 - 1, ("float32", 32.0), "32"])
-def test_an_alignment_that_is_none_is_refused(alignment: object, tmp_path: Path) -> None:
+def test_an_invalid_alignment_is_refused(alignment: object, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"general.alignment": alignment}, TENSORS)
     with pytest.raises(BadCheckpoint, match=r"general\.alignment is .*: it must be a power of two"):
         GGUFFile(path)
@@ -203,7 +203,7 @@ def test_no_made_up_header_does_more_than_raise(tail: bytes, tensors: int, keys:
     read_within_bounds(tmp_path / "m.gguf", b"GGUF" + struct.pack("<IQQ", 3, tensors % 4, keys % 4) + tail)
 
 
-def test_a_file_of_nothing_but_entries_costs_no_more_than_twice_its_size(tmp_path: Path) -> None:
+def test_a_file_of_entries_costs_at_most_twice_its_size(tmp_path: Path) -> None:
     chance = random.Random(0)
     texts = ["".join(chance.choices("abcdefgh ", k=12)) for _ in range(200_000)]
     path = write_gguf(tmp_path / "m.gguf", {"texts": texts, "numbers": ("int8", [1] * 500_000)}, {})

@@ -34,7 +34,7 @@ def put(folder: Path, name: str, content: bytes | str) -> None:
 
 
 @pytest.mark.parametrize("model", EXPECTED)
-def test_ids_are_those_of_sentencepiece(model: str, tmp_path: Path) -> None:
+def test_ids_equal_those_of_sentencepiece(model: str, tmp_path: Path) -> None:
     put(tmp_path, "tokenizer.model", (HERE / f"{model}.model").read_bytes())
     tokenizer = made(tmp_path, {})
     for text, ids in EXPECTED[model]:

@@ -166,7 +166,7 @@ async def test_a_request_is_drawn_stage_by_stage(browser: Browser, cluster: Clus
         await picture(tab, "page-timeline.png", "#odyssey")
 
 
-async def test_the_page_of_one_of_several_models_counts_its_own_requests(browser: Browser) -> None:
+async def test_one_models_page_counts_its_own_requests(browser: Browser) -> None:
     big, small = model("big", "hello")[0], model("small", "the")[0]
     async with two(big, small) as client:
         for name in ("big", "small", "small"):
@@ -401,9 +401,7 @@ class ShownOwner(NoFleetOwner):
         )  # fmt: skip
 
 
-async def test_decisions_and_changes_of_capacity_are_shown_with_their_reasons(
-    browser: Browser, cluster: Cluster
-) -> None:
+async def test_capacity_decisions_are_shown_with_reasons(browser: Browser, cluster: Cluster) -> None:
     async with operating(cluster, fleet_owner=ShownOwner()) as (client, _), browser.tab(str(client.base_url)) as tab:
         await tab.until("document.querySelector('#capacity table')")
         text = await tab.js("document.querySelector('#capacity').innerText")

@@ -94,7 +94,7 @@ async def test_its_own_script_and_style_run_and_no_others() -> None:
         assert page.policy()[f"{kind}-src"] == f"'sha256-{digest}'"
 
 
-async def test_what_it_is_told_never_becomes_html() -> None:
+async def test_no_data_becomes_html() -> None:
     page = await fetch()
     script = page.texts["script"]
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval|Function\(|DOMParser", script)
@@ -207,9 +207,7 @@ async def test_why_tells_the_deciding_cost_first_with_its_unit(make: Callable[..
     assert re.search(rf"; decision to first token {both}; between tokens {both}\n", why)
 
 
-async def test_why_tells_what_is_on_a_host_and_what_a_shadow_would_have_done(
-    make: Callable[..., Cluster], tmp_path: Path
-) -> None:
+async def test_why_shows_host_hits_and_shadow_choices(make: Callable[..., Cluster], tmp_path: Path) -> None:
     cluster = make(policy="slo", shadow_policy="round_robin")
     hashes = chain_hashes(PROMPT, BLOCK_SIZE, salt=Tenant(name="acme").cache_salt(b""))
     await cluster.add("d0")
@@ -223,9 +221,7 @@ async def test_why_tells_what_is_on_a_host_and_what_a_shadow_would_have_done(
     assert re.search(r"\nround_robin would have taken d0 alone: first token [+-][\d.]+ m?s\n", why)
 
 
-async def test_costs_that_are_no_time_have_no_unit_and_who_does_all_reads(
-    make: Callable[..., Cluster], tmp_path: Path
-) -> None:
+async def test_costs_without_a_unit_and_lone_workers_are_shown(make: Callable[..., Cluster], tmp_path: Path) -> None:
     cluster = make(policy="round_robin")
     await cluster.add("d0")
     why = (await story(cluster, "d0", tmp_path))["why"]

@@ -95,7 +95,7 @@ def message_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return message | events[-2]["delta"] | {"usage": events[-2]["usage"]}
 
 
-async def test_an_answer_streamed_or_whole_is_the_same_and_counts_its_prompt_once() -> None:
+async def test_streamed_and_whole_answers_agree_and_count_once() -> None:
     async with asking() as (http, generate):
         whole = (await send(http)).json()
         streamed = await send(http, stream=True)
@@ -206,7 +206,7 @@ async def test_the_choice_of_tools_binds_the_answer_as_in_a_chat(choice: dict[st
     assert first.prompt_ids == other.prompt_ids
 
 
-async def test_what_changes_nothing_is_accepted_and_listed() -> None:
+async def test_harmless_parameters_are_accepted_and_listed() -> None:
     system = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=0f3;"},
         {"type": "text", "text": "Be brief."},
@@ -337,7 +337,7 @@ async def test_a_stream_that_fails_ends_with_an_error_event() -> None:
     assert events[0]["type"] == "message_start"
 
 
-async def test_names_of_other_models_are_the_served_one_if_that_is_set() -> None:
+async def test_aliases_serve_names_of_other_models() -> None:
     async with asking(model_aliases=("claude-*",)) as (http, _):
         answer = await send(http, model="claude-sonnet-4-5")
         other = await send(http, model="gpt-5")

@@ -59,7 +59,7 @@ async def test_in_an_alias_only_an_asterisk_is_any_text(name: str, alias: str, s
         assert (await http.get(f"/v1/models/{name}")).status_code == (200 if served else 404)
 
 
-async def test_one_conversation_has_the_same_tokens_bounds_and_usage_everywhere(tmp_path: Path) -> None:
+async def test_one_conversation_is_the_same_through_every_api(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text(f'admin_keys = ["{hash_of("sk-admin")}"]\n[tenants.acme]\nkeys = ["{hash_of("sk-acme")}"]\n')
     headers = {"authorization": "Bearer sk-acme", "x-baton-max-ttft-ms": "5000"}
@@ -172,7 +172,7 @@ async def test_a_model_is_read_by_both_clients() -> None:
     assert anthropic.types.ModelInfo.model_validate(model).display_name == "tiny"
 
 
-def test_the_header_has_plain_names_and_the_number_of_those_left_out() -> None:
+def test_the_header_has_plain_names_and_the_number_of_others() -> None:
     ignored = Ignored()
     for name in ("thinking", "a\r\nset-cookie: b", "é", "thinking", *(f"field{number}" for number in range(100))):
         ignored.add(name)

@@ -157,7 +157,7 @@ async def test_a_request_switches_reasoning_where_the_template_can(
     assert parts_of(path, answer.json()) == ("", " the dog")
 
 
-async def test_an_effort_is_given_to_a_template_that_knows_it_and_refused_by_name_elsewhere() -> None:
+async def test_an_effort_needs_a_template_with_one() -> None:
     plain = "{% for m in messages %}{{ m.content }}</think>{% endfor %}"
     async with asking("x", HARMONY, "gpt_oss") as (http, worker):
         await http.post(CHAT, json=HELLO | {"reasoning_effort": "low"})
@@ -170,7 +170,7 @@ async def test_an_effort_is_given_to_a_template_that_knows_it_and_refused_by_nam
     assert listed.headers["x-baton-ignored"] == "reasoning.effort"
 
 
-async def test_stop_strings_are_of_the_answer_and_completions_are_as_the_model_wrote_them() -> None:
+async def test_stop_strings_apply_to_the_answer_only() -> None:
     async with asking() as (http, _):
         chat = (await http.post(CHAT, json=HELLO | {"stop": ["brown", " dog"]})).json()
         text = (await http.post("/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 99})).json()
@@ -263,14 +263,14 @@ async def test_a_call_ends_the_reasoning(path: str, call: str, opened: bool, str
         assert reason in ("tool_calls", "tool_use", "")
 
 
-async def test_tokens_of_a_call_are_none_of_the_reasoning() -> None:
+async def test_tokens_of_a_call_are_no_reasoning() -> None:
     async with asking(f"<think>the fox{OSLO}") as (http, _):
         body = (await http.post(CHAT, json=HELLO | {"tools": SHOWN[CHAT]})).json()
     num_reasoning = body["usage"]["completion_tokens_details"]["reasoning_tokens"]
     assert len(ids_of("the fox", tagged())) <= num_reasoning < len(ids_of(f"the fox{OSLO}", tagged())) // 2
 
 
-async def test_what_only_looks_like_a_call_stays_reasoning() -> None:
+async def test_text_like_a_call_stays_reasoning() -> None:
     async with asking("<think>I write <tool_call> and { \n</think>\n\nthe dog") as (http, _):
         body = (await http.post(CHAT, json=HELLO | {"tools": SHOWN[CHAT]})).json()
     assert parts_of(CHAT, body) == ("I write <tool_call> and { \n", "the dog")
@@ -348,7 +348,7 @@ async def test_a_bound_answer_begins_after_the_reasoning(bound: dict[str, Any], 
     assert not accepts(harmony, f"{THINK_FIRST}{answer}", ended_by=ended_by)
 
 
-async def test_an_answer_that_does_not_reason_is_bound_from_its_beginning() -> None:
+async def test_an_answer_without_reasoning_is_bound_from_its_start() -> None:
     async with asking("x") as (http, worker):
         await http.post(CHAT, json=HELLO | OF_JSON | {"reasoning_effort": "none"})
     assert accepts(worker.jobs[0].sampling.grammar, '{"a": 5}')

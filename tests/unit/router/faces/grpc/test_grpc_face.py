@@ -64,7 +64,7 @@ async def test_an_answer_comes_in_chunks_and_ends_with_the_usage() -> None:
     assert last.usage.completion_tokens == len(ids_of(TEXT)) + 1
 
 
-async def test_special_tokens_of_a_text_are_split_where_the_call_says_so() -> None:
+async def test_special_tokens_of_a_text_are_split_on_request() -> None:
     async with calling() as (channel, generate):
         stub = pb_grpc.InferenceStub(channel)
         for split in (False, True):
@@ -105,7 +105,7 @@ async def test_an_answer_comes_whole() -> None:
     assert reply.usage.completion_tokens == sum(len(choice.token_ids) for choice in reply.choices)
 
 
-async def test_what_is_left_out_takes_the_models_defaults_and_zero_is_not_left_out() -> None:
+async def test_missing_fields_take_defaults_and_zero_is_no_default() -> None:
     async with calling() as (channel, generate):
         stub = pb_grpc.InferenceStub(channel)
         await stub.Complete(request())
@@ -122,7 +122,7 @@ async def test_token_ids_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("method", ["Generate", "Complete"])
-async def test_a_call_whose_request_does_not_come_is_ended(method: str) -> None:
+async def test_a_call_without_its_request_is_ended(method: str) -> None:
     async def silent() -> AsyncIterator[pb.GenerateRequest]:
         await asyncio.Event().wait()
         yield request()
@@ -137,9 +137,7 @@ async def test_a_call_whose_request_does_not_come_is_ended(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["Generate", "Complete", "Tokenize"])
-async def test_a_request_that_is_no_message_is_refused_as_the_clients_fault(
-    method: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_unreadable_request_is_the_clients_fault(method: str, caplog: pytest.LogCaptureFixture) -> None:
     async with calling() as (channel, generate):
         kind: Any = channel.unary_stream if method == "Generate" else channel.unary_unary
         call = kind(f"/{SERVICE}/{method}")(b"\xff" * 7)
@@ -279,7 +277,7 @@ async def test_a_client_that_takes_nothing_is_cut_and_its_jobs_end() -> None:
     assert metrics.registry.get_sample_value("baton_requests_total", outcome) == 1
 
 
-async def test_workers_learn_that_a_client_takes_nothing_and_that_it_reads_on() -> None:
+async def test_workers_learn_when_a_client_stops_and_resumes_reading() -> None:
     told: list[bool] = []
     has_told = asyncio.Event()
 
@@ -374,7 +372,7 @@ async def test_a_port_that_is_taken_is_named() -> None:
     await face.stop()
 
 
-async def test_an_address_of_another_machine_is_told_once_and_with_the_flag_that_names_it() -> None:
+async def test_an_unusable_address_is_named_once_with_its_flag() -> None:
     face = GrpcFace(make_gateway(Scripted(saying(TEXT))), host="192.0.2.77", port=8001)
     with pytest.raises(Misconfigured) as refused:
         await face.start()

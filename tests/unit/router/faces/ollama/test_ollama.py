@@ -87,7 +87,7 @@ async def test_the_same_conversation_has_the_same_tokens_as_a_chat() -> None:
     assert answer.headers["x-baton-ignored"] == "options.num_ctx, keep_alive"
 
 
-async def test_a_raw_prompt_has_no_template_and_a_format_binds_the_answer() -> None:
+async def test_a_raw_prompt_has_no_template_and_format_binds_it() -> None:
     async with asking() as (http, generate):
         await http.post("/api/generate", json={"model": "tiny", "prompt": "hello", "raw": True})
         await http.post("/api/generate", json={"model": "tiny", "prompt": "hello", "format": SCHEMA})

@@ -42,7 +42,7 @@ async def test_a_question_gets_an_answer() -> None:
     assert reply.usage.completion_tokens_details.reasoning_tokens == 0
 
 
-async def test_a_chat_may_fill_the_context_and_follows_the_models_defaults() -> None:
+async def test_a_chat_may_fill_the_context_with_the_models_defaults() -> None:
     async with talking() as (client, generate):
         await ask(client)
     [job] = generate.jobs
@@ -112,7 +112,7 @@ async def test_usage_is_in_every_chunk_when_asked_for(n: int) -> None:
     ],
     ids=lambda extra: next(iter(extra)),
 )
-async def test_what_clients_of_vllm_always_send_is_taken(extra: dict[str, Any]) -> None:
+async def test_parameters_of_vllm_clients_are_accepted(extra: dict[str, Any]) -> None:
     async with talking() as (client, _):
         await ask(client, extra_body=extra)
 

@@ -249,7 +249,7 @@ async def test_a_model_has_the_encoding_that_its_workers_report() -> None:
         assert model.weights == "gptq-int4-g128, 4.16 bits a weight"
 
 
-async def test_the_fingerprint_changes_with_how_workers_keep_weights_and_kv() -> None:
+async def test_the_fingerprint_depends_on_weight_and_kv_types() -> None:
     """`--quantize` and `--kv-dtype` change answers, and left it as it was."""
     fleet, fingerprints = Crew(), []
     async with talking(fleet=fleet) as (client, _):

@@ -56,7 +56,7 @@ async def test_a_vector_is_cut_and_pooled_as_asked() -> None:
         (["x"] * 2100, "'input' has 2100 prompts: it must have at most"),
     ],
 )
-async def test_too_long_an_input_is_named_as_what_it_is(given: Any, problem: str) -> None:
+async def test_too_long_an_input_is_named(given: Any, problem: str) -> None:
     """Token ids were called messages and text parts."""
     async with talking() as (client, _):
         with pytest.raises(openai.BadRequestError, match=problem) as refused:

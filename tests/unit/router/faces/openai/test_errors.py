@@ -33,7 +33,7 @@ async def test_a_key_that_is_not_for_this_is_denied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_waits_no_longer_times_out_and_its_request_ends(stream: bool) -> None:
+async def test_a_client_timeout_ends_its_request(stream: bool) -> None:
     async with talking(lambda job: [asyncio.Event()]) as (client, generate):
         with pytest.raises(openai.APITimeoutError):
             await client.completions.create(**COMPLETION, stream=stream, timeout=0.5)

@@ -101,13 +101,13 @@ def test_no_documented_parameter_is_unknown(body: type[Body], refusals: dict[str
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_changes_nothing_is_accepted(name: str) -> None:
+def test_harmless_values_are_accepted(name: str) -> None:
     parse_body(CHAT | {name: HARMLESS[name]}, ChatBody)
     parse_body(CHAT | {name: None}, ChatBody)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_offered_is_refused_by_name(name: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedParameter, match=f"'{name}'") as refused:
         parse_body(CHAT | {name: REFUSED[name]}, ChatBody)
     assert refused.value.param == name
@@ -225,7 +225,7 @@ def test_an_answer_of_ours_may_be_sent_back() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(change: dict[str, Any], param: str, told: str) -> None:
+def test_wrong_values_are_named(change: dict[str, Any], param: str, told: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse_body(CHAT | change, ChatBody)
     assert refused.value.param == param
@@ -234,7 +234,7 @@ def test_what_is_wrong_is_named(change: dict[str, Any], param: str, told: str) -
 
 
 @pytest.mark.parametrize("name", ["functions", "web_search_options"])
-def test_what_is_nested_deeper_than_python_can_print_is_refused(name: str) -> None:
+def test_unprintably_deep_nesting_is_refused(name: str) -> None:
     nested: Any = "x"
     for _ in range(5000):
         nested = {"a": nested}
@@ -283,7 +283,7 @@ def test_an_object_of_too_many_parameters_is_refused_unread(at: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model", "messages"])
-def test_what_is_missing_is_named(name: str) -> None:
+def test_missing_parameters_are_named(name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"Missing required parameter: '{name}'"):
         parse_body({key: value for key, value in CHAT.items() if key != name}, ChatBody)
 
@@ -320,7 +320,7 @@ def test_contradictions_are_named(body: dict[str, Any], kind: type[ChatBody | Co
     assert f"'{param}'" in refused.value.message
 
 
-def test_what_was_asked_for_is_handed_on() -> None:
+def test_parameters_reach_the_request() -> None:
     body = parse_body(
         COMPLETION
         | {"stop": "x", "logit_bias": {"7": -100}, "echo": True, "logprobs": 2, "best_of": 3, "n": 3.0, "top_k": 5},

@@ -72,7 +72,7 @@ async def test_calls_are_read_and_a_streams_deltas_join_to_them() -> None:
     assert generate.jobs[0].sampling.grammar == ""
 
 
-async def test_the_model_sees_tools_calls_and_what_came_of_them() -> None:
+async def test_the_model_sees_tools_calls_and_results() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     turns = [
         *HELLO,
@@ -216,7 +216,7 @@ TEXT_TOOL = {"type": "function", "function": {"name": "say", "parameters": {"typ
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "then"}}}, "tool_choice", "are now"),
     ],
 )
-async def test_what_cannot_be_had_is_refused(options: dict[str, Any], param: str, told: str) -> None:
+async def test_impossible_combinations_are_refused(options: dict[str, Any], param: str, told: str) -> None:
     async with talking(card=ROOMY, **TOOLED) as (client, generate):
         with pytest.raises(openai.BadRequestError, match=told) as refused:
             await ask(client, extra_body=options)
@@ -224,13 +224,13 @@ async def test_what_cannot_be_had_is_refused(options: dict[str, Any], param: str
     assert not generate.jobs
 
 
-async def test_a_lenient_schema_passes_over_what_cannot_be_enforced() -> None:
+async def test_a_lenient_schema_skips_unenforceable_parts() -> None:
     async with talking() as (client, generate):
         await ask(client, response_format=schema({"type": "object", "not": {}}, strict=False))
     assert fits(generate.jobs[0].sampling.grammar, "{}")
 
 
-async def test_an_operator_may_forbid_white_space_where_requests_do_not_say() -> None:
+async def test_an_operator_may_forbid_whitespace() -> None:
     spaced, dense = '{"city": ""}', '{"city":""}'
     async with talking(disable_any_whitespace=True) as (client, generate):
         await ask(client, response_format=schema(SCHEMA))
@@ -240,7 +240,7 @@ async def test_an_operator_may_forbid_white_space_where_requests_do_not_say() ->
     assert told == [(True, False), (True, False), (True, True)]
 
 
-async def test_a_required_call_that_is_cut_off_before_its_name_is_no_text() -> None:
+async def test_a_required_call_cut_before_its_name_is_no_text() -> None:
     """Where calls are not required, it may have been text that only began like one."""
     begun = '<tool_call>\n{"name": "weather'
     cut = len(ids_of(begun))

@@ -69,7 +69,7 @@ async def test_an_input_is_counted_as_it_would_be_read() -> None:
     assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
 
 
-async def test_events_are_whole_and_numbered_as_the_clients_models_have_them() -> None:
+async def test_events_are_complete_and_numbered() -> None:
     kinds: dict[str, Any] = {
         "response.created": of_sdk.ResponseCreatedEvent,
         "response.in_progress": of_sdk.ResponseInProgressEvent,
@@ -151,7 +151,7 @@ async def test_reasoning_between_a_message_and_its_call_is_read() -> None:
     assert "assistant: Hm.(A city.)c1 weather({})" in prompt
 
 
-async def test_what_codex_sends_is_accepted_and_what_changes_nothing_is_listed() -> None:
+async def test_codexs_parameters_are_accepted_and_listed() -> None:
     source = "{% for m in messages %}{% if m.role == 'developer' or (m.role == 'system' and not loop.first) %}"
     source += "{{ raise_exception('no') }}{% endif %}"
     source += "<|user|>{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
@@ -203,7 +203,7 @@ async def test_a_stream_that_fails_ends_with_a_failed_response() -> None:
     }  # fmt: skip
 
 
-async def test_structured_output_and_the_choice_of_tools_bind_the_answer() -> None:
+async def test_structured_output_and_tool_choice_bind_the_answer() -> None:
     form = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
     async with asking(**TOOLED) as (http, generate):
         for asked in (
@@ -217,7 +217,7 @@ async def test_structured_output_and_the_choice_of_tools_bind_the_answer() -> No
     assert not any('"now"' in job.sampling.grammar for job in generate.jobs)
 
 
-async def test_where_only_a_skipped_tool_is_allowed_none_is_called() -> None:
+async def test_a_skipped_tool_as_the_only_allowed_one_is_never_called() -> None:
     async with asking(**TOOLED) as (http, generate):
         asked = HELLO | {"tools": [{"type": "web_search"}, NOW], "tool_choice": ONLY_SEARCH}
         answer = await http.post("/v1/responses", json=asked)
@@ -257,7 +257,7 @@ async def test_a_bad_request_is_refused_by_name(changes: dict[str, Any], problem
     assert not generate.jobs
 
 
-async def test_what_the_template_refuses_is_the_input() -> None:
+async def test_a_template_error_names_the_input() -> None:
     template = ChatTemplate("{{ raise_exception('only users may speak') }}")
     async with talking(template=template) as (client, _):
         with pytest.raises(openai.BadRequestError, match="only users may speak") as refused:

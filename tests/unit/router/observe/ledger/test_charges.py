@@ -60,9 +60,7 @@ def failing(error: Exception) -> Any:
     [(WorkerLost("gone"), True), (DeadlineExceeded("late"), True), (Internal("a bug"), True), (Overloaded("x"), False)],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_failed_for_a_reason_of_the_clusters_is_free(
-    error: Exception, is_free: bool, stream: bool
-) -> None:
+async def test_an_answer_failed_by_the_cluster_is_free(error: Exception, is_free: bool, stream: bool) -> None:
     _, row = await row_of("/v1/completions", {"prompt": "hello", "stream": stream}, failing(error))
     assert row.outcome == error.code  # type: ignore[attr-defined]
     assert row.output_tokens > 0
@@ -72,7 +70,7 @@ async def test_an_answer_that_failed_for_a_reason_of_the_clusters_is_free(
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", {"prompt": "hello"}), ("/v1/embeddings", {"input": "hello"})]
 )
-async def test_a_request_that_was_refused_before_anything_was_sent_is_free(path: str, body: dict[str, Any]) -> None:
+async def test_a_request_refused_before_its_answer_is_free(path: str, body: dict[str, Any]) -> None:
     status, row = await row_of(path, body, lambda job: [Overloaded("no room")])
     assert (status, row.outcome, row.output_tokens, row.charged_usd) == (429, "overloaded", 0, 0.0)
     assert (row.input_tokens, row.cached_tokens) == (0, 0), "no worker had it"
@@ -144,7 +142,7 @@ async def test_a_vector_that_did_not_come_is_free() -> None:
     assert (status, row.outcome, row.charged_usd) == (503, "unavailable", 0.0)
 
 
-async def test_more_dimensions_than_a_vector_has_are_refused_before_it_is_computed() -> None:
+async def test_too_many_dimensions_are_refused_before_computing() -> None:
     card = replace(make_gateway(Scripted(saying(""))).card, vector_size=8)
     generate = Scripted(saying(""))
     async with (

@@ -26,7 +26,7 @@ def trace() -> RequestTrace:
     return record
 
 
-def test_device_seconds_and_kv_are_those_of_the_phases() -> None:
+def test_device_seconds_and_kv_follow_the_phases() -> None:
     rates = {
         "p": WorkerRate(prompt_token_s=0.01, answer_token_s=9.0, token_bytes=1000.0),
         "d": WorkerRate(prompt_token_s=9.0, answer_token_s=0.1, token_bytes=2000.0),
@@ -40,7 +40,7 @@ def test_device_seconds_and_kv_are_those_of_the_phases() -> None:
     assert work_of([trace()], 80, 20, {}, 9.0).decode_kv_byte_s == 0.0, "a worker that left"
 
 
-def test_one_that_ends_before_its_first_token_held_the_kv_of_its_prompt() -> None:
+def test_an_early_end_holds_the_prompts_kv() -> None:
     record = trace()
     record.timestamps.first_s = record.timestamps.last_s = None
     work = work_of([record], 100, 0, {"p": WorkerRate(token_bytes=1.0)}, 5.0)

@@ -20,7 +20,7 @@ def told(counts: list[WorkerCount]) -> list[tuple[str, int, int, int]]:
     return sorted((count.worker, count.incarnation, count.minute, count.output_tokens) for count in counts)
 
 
-def test_the_first_is_written_at_once_and_then_what_has_changed() -> None:
+def test_the_first_count_is_written_at_once_then_changes() -> None:
     counts = WorkerCounts()
     assert told(counts.look([worker("a", 1, 2), worker("b", 1, 7)], 5)) == [("a", 1, 5, 2), ("b", 1, 5, 7)]
     assert counts.news() == []
@@ -29,7 +29,7 @@ def test_the_first_is_written_at_once_and_then_what_has_changed() -> None:
     assert counts.news() == []
 
 
-def test_the_last_of_a_worker_that_is_gone_is_written() -> None:
+def test_a_lost_workers_last_count_is_written() -> None:
     counts = WorkerCounts()
     counts.look([worker("a", 1, 1)], 5)
     counts.look([worker("a", 1, 9)], 6)
@@ -37,7 +37,7 @@ def test_the_last_of_a_worker_that_is_gone_is_written() -> None:
     assert counts.look([], 8) == [], "it computed nothing that is not written"
 
 
-def test_a_lost_worker_without_a_load_keeps_what_it_had() -> None:
+def test_a_lost_worker_without_a_load_keeps_its_count() -> None:
     counts = WorkerCounts()
     counts.look([worker("a", 1, 1)], 5)
     counts.look([worker("a", 1, 9)], 5)

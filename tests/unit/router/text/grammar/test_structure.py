@@ -27,7 +27,7 @@ def test_a_choice_may_have_any_character() -> None:
     assert LLMatcher.validate_grammar(choice_grammar([f"a{char}" for char in chars])) == ""
 
 
-async def test_what_no_worker_can_compile_is_refused_here() -> None:
+async def test_grammars_workers_cannot_compile_are_refused() -> None:
     rules = [f"A{i}: (A{i + 1} & /.*{i}x.*/)" for i in range(20)]
     with pytest.raises(InvalidRequest, match=r"cannot be enforced.*fuel"):
         await GrammarChecks().check("\n".join(["start: A0", *rules, "A20: /.*/"]), param="grammar")
@@ -108,7 +108,7 @@ async def test_a_pattern_that_cannot_be_enforced_is_refused() -> None:
         assert failed.value.param == "regex"
 
 
-async def test_a_grammar_that_names_a_special_token_is_refused_by_its_name() -> None:
+async def test_a_grammar_with_a_special_token_is_refused_by_name() -> None:
     checking = GrammarChecks()
     try:
         for grammar in ('start: "a" <|end|>', "start: <|im_end|>", "start: <think> /a+/"):
@@ -148,7 +148,7 @@ async def test_a_grammar_that_names_a_token_by_its_number_is_refused() -> None:
         checking.close()
 
 
-async def test_what_is_wrong_is_told_in_few_words() -> None:
+async def test_errors_are_short() -> None:
     with pytest.raises(InvalidRequest) as failed:
         await GrammarChecks().check(regex_grammar("(" * 50_000), param="regex")
     assert len(failed.value.message) < 2000
@@ -217,7 +217,7 @@ async def test_large_grammars_hold_up_no_small_one(monkeypatch: pytest.MonkeyPat
     await asyncio.gather(*slow)
 
 
-async def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyPatch, processes: Processes) -> None:
+async def test_an_abandoned_grammar_is_not_compiled(monkeypatch: pytest.MonkeyPatch, processes: Processes) -> None:
     held, checking = Held(monkeypatch, 'start: "a"'), GrammarChecks()
     slow, *gone, shared, waited = (
         asyncio.create_task(checking.check(f'start: "{name}"', param="grammar")) for name in "abcdd"
@@ -234,7 +234,7 @@ async def test_what_nobody_waits_for_is_not_compiled(monkeypatch: pytest.MonkeyP
     processes[0].wait(60)
 
 
-async def test_whose_process_was_ended_is_compiled_by_another(processes: Processes) -> None:
+async def test_a_dead_compilers_work_goes_to_another(processes: Processes) -> None:
     checking = GrammarChecks()
     await checking.check('start: "a"', param="grammar")
     processes[0].kill()
@@ -295,7 +295,7 @@ def silent(compiler: Any) -> bytes:
     raise TimeoutError
 
 
-async def test_definitions_that_lead_from_one_to_the_next_end_no_process() -> None:
+async def test_chained_definitions_end_no_process() -> None:
     """77 kB of them, which a stack of the usual size is too small for."""
     definitions: dict[str, Any] = {f"x{i}": {"$ref": f"#/$defs/x{i - 1}"} for i in range(1, 2500)}
     definitions["x0"] = {"type": "string"}

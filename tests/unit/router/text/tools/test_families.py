@@ -132,7 +132,7 @@ def test_calls_of_each_family_are_read(form: ToolFormat, text: str, content: str
 
 
 @pytest.mark.parametrize("text", ["[f(1)] is how you call f", "[x(y) for y in z]", "[f(a=1", " [f(a=1 + 2"])
-def test_a_list_in_python_that_is_no_call_stays_as_it_is(text: str) -> None:
+def test_a_python_list_that_is_no_call_stays_text(text: str) -> None:
     """Its first bracket was lost."""
     for size in (1, 5, len(text)):
         assert read(ToolFormat.PYTHONIC, text, size) == (text, [])
@@ -158,7 +158,7 @@ def test_a_call_without_a_name_is_text(form: ToolFormat, text: str) -> None:
 
 @pytest.mark.parametrize("form", ToolFormat)
 @pytest.mark.parametrize("text", ["just text, with <, [ and {\n", "the <tool_ and <| end", "[1, 2] (a)", " "])
-def test_text_that_is_no_call_stays_as_it_is(form: ToolFormat, text: str) -> None:
+def test_text_that_is_no_call_stays_text(form: ToolFormat, text: str) -> None:
     for size in (1, 5, len(text)):
         assert read(form, text, size) == (text, [])
 
@@ -174,7 +174,7 @@ def test_text_of_a_parameter_is_sent_while_it_comes() -> None:
     assert reader.num_calls == 1
 
 
-def test_a_call_that_is_cut_off_keeps_what_came() -> None:
+def test_a_call_cut_off_keeps_its_text() -> None:
     for form, text in (
         (ToolFormat.QWEN3_CODER, "<tool_call>\n<function=get_weather>\n<parameter=city>\nOs"),
         (ToolFormat.GLM45, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Os"),

@@ -114,7 +114,7 @@ def test_calls_are_read_whatever_the_pieces(
     ],
 )
 @pytest.mark.parametrize("size", [4, 10**9])
-def test_long_arguments_cost_what_their_length_does(form: ToolFormat, begun: str, size: int) -> None:
+def test_long_arguments_cost_linear_time(form: ToolFormat, begun: str, size: int) -> None:
     """Seconds; their square would be beyond the test's own limit."""
     reader, text = reader_of(form, FUNCTIONS), begun + '["' + "x" * 2_000_000 + '"]}'
     parts = [part for at in range(0, len(text), size) for part in reader.feed(text[at : at + size])] + reader.end()
@@ -192,7 +192,7 @@ def test_llamas_text_and_calls_are_told_apart_by_their_beginning(text: str, fits
 
 
 @pytest.mark.parametrize(("arguments", "fits"), [('{"a": 1}', True), ('"a"', False), ("[]", False), ("null", False)])
-def test_arguments_are_an_object_where_the_schema_does_not_say_it(arguments: str, fits: bool) -> None:
+def test_arguments_without_a_schema_are_an_object(arguments: str, fits: bool) -> None:
     grammar = calls_grammar(HERMES, [Function(name="now", parameters={})], parallel=True)
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
     call = f'<tool_call>\n{{"name": "now", "arguments": {arguments}}}\n</tool_call>'

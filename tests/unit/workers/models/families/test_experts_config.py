@@ -136,7 +136,7 @@ def test_weights_of_the_experts_are_counted(tmp_path: Path) -> None:
         (QWEN2 | {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size.*missing"),
     ],
 )
-def test_fields_that_contradict_one_another_are_refused(config: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_contradictory_fields_are_refused(config: dict[str, Any], named: str, tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=named) as caught:
         read(tmp_path, config)
     assert str(tmp_path / "config.json") in caught.value.message
@@ -155,7 +155,7 @@ def test_fields_that_contradict_one_another_are_refused(config: dict[str, Any], 
         (GROUPED | {"topk_group": 1, "num_experts_per_tok": 4}, "topk_group is 1.*hold the 4"),
     ],
 )
-def test_routings_that_are_not_served_are_refused_with_what_is(fields: dict[str, Any], named: str) -> None:
+def test_unserved_routings_are_refused_with_the_served_ones(fields: dict[str, Any], named: str) -> None:
     with pytest.raises((BadCheckpoint, UnsupportedModel), match=named):
         deepseek_v2_experts(Fields(fields, "config.json"), 4)
 

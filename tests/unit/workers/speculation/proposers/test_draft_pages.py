@@ -30,7 +30,7 @@ class Sequence:
         return list(chain_hashes((*self.prompt_ids, *self.output_ids), BLOCK, salt=self.cache_salt))
 
 
-def test_a_sequence_begins_with_the_blocks_that_another_one_wrote() -> None:
+def test_a_sequence_begins_with_anothers_blocks() -> None:
     pages, first = DraftPages(BLOCK), Sequence("a", tuple(range(10)), [3, 5, 7])
     assert pages.num_written(first) == 0
     pages.wrote(first, 10)
@@ -42,7 +42,7 @@ def test_a_sequence_begins_with_the_blocks_that_another_one_wrote() -> None:
     assert pages.num_written(Sequence("f", tuple(range(1, 11)), [3, 5, 7])) == 0
 
 
-def test_a_page_that_another_sequence_writes_is_lost_to_the_first() -> None:
+def test_a_page_written_by_another_sequence_is_lost() -> None:
     pages, first = DraftPages(BLOCK), Sequence("a", tuple(range(10)), [3, 5, 7])
     pages.wrote(first, 10)
     pages.wrote(Sequence("b", (60, 61), [7]), 2)
@@ -52,7 +52,7 @@ def test_a_page_that_another_sequence_writes_is_lost_to_the_first() -> None:
     assert pages.num_written(first) == 0
 
 
-def test_a_preempted_sequence_begins_with_what_its_new_table_has() -> None:
+def test_a_preempted_sequence_begins_with_its_new_tables_pages() -> None:
     pages, sequence = DraftPages(BLOCK), Sequence("a", tuple(range(10)), [3, 5, 7])
     pages.wrote(sequence, 10)
     sequence.pages = []

@@ -60,7 +60,7 @@ def prompt_of(sequence: Sequence) -> ComputedRow:
     )
 
 
-def test_a_sequence_that_sat_out_a_step_has_its_first_draft_alone() -> None:
+def test_a_sequence_that_sat_out_drafts_its_first_alone() -> None:
     """A sequence sits out while it waits for the mask of its grammar."""
     head = proposer()
     first, second = Sequence("a", (1, 2, 3), [4]), Sequence("b", (1, 2, 3, 4), [5])

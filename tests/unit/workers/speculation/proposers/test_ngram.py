@@ -43,7 +43,7 @@ def test_of_equal_matches_the_latest_counts() -> None:
     assert (index.after(place, 2), length) == ((9, 0), 3)
 
 
-def test_one_token_is_a_match_where_there_is_no_longer_one() -> None:
+def test_one_matching_token_suffices() -> None:
     """The latest place in the answer, else the latest in the prompt."""
     index = MatchIndex((7, 20, 8, 7, 30, 1, 9, 40))
     index.extend((7,))
@@ -63,7 +63,7 @@ def test_a_draft_goes_on_with_the_period_of_a_repetition() -> None:
     assert index.after(place, 5) == (2, 1, 2, 1, 2)
 
 
-def test_a_step_costs_the_same_after_a_thousand_tokens_and_after_32k() -> None:
+def test_a_step_costs_the_same_after_1k_and_32k_tokens() -> None:
     """Counted in executed lines: no clock, on which a busy machine would be told."""
     rng = Random(0)
     tokens = tuple(rng.randrange(100) for _ in range(2**15))

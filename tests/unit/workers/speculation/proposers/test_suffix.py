@@ -29,7 +29,7 @@ def drafted(proposer: SuffixProposer, *last: int, salt: bytes = b"", max_drafts:
     return ids
 
 
-def test_the_more_frequent_way_on_is_drafted_to_the_end_of_the_answer() -> None:
+def test_the_most_frequent_continuation_is_drafted() -> None:
     proposer = SuffixProposer()
     learnt(proposer, (1, 2, 3, 4, 5), (1, 2, 3, 7, 8), (9, 1, 2, 3, 4, 6))
     assert drafted(proposer, 1, 2, 3)[:1] == (4,)
