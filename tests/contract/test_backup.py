@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from cluster.gateway.gateway_server import GatewayServer
+from cluster.gateway.model_backend import ModelSettings
 from protos.tls import FaceTls, PeerTls
 from router.files.batch_storage import CONTENTS, DATABASE
 from router.observe.ledger.ledger_report import sums
@@ -30,7 +31,6 @@ from workers.rpc.worker import Worker
 
 NUM_LINES, NUM_CLIENTS = 60, 3
 ASKED = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
-FOREVER = {"since_s": 0, "until_s": 10**11}
 
 
 @dataclass
@@ -41,15 +41,14 @@ class Place:
     url: str
 
     def config(self) -> RouterConfig:
-        path = {} if self.url else {"path": str(self.folder / "ledger.db")}
-        folder = {} if self.url else {"folder": str(self.folder / "batches")}
+        ledger, batches = ("", "") if self.url else (str(self.folder / "ledger.db"), str(self.folder / "batches"))
         return RouterConfig(
-            model_path=DEMO, model_name="demo", grpc_port=0, database=self.url, ledger=LedgerConfig(**path),
-            batch=BatchConfig(**folder, lease_s=0.5),
+            model_path=DEMO, model_name="demo", grpc_port=0, database=self.url, ledger=LedgerConfig(path=ledger),
+            batch=BatchConfig(folder=batches, lease_s=0.5),
         )  # fmt: skip
 
     def back_up(self, to: Place) -> None:
-        """As docs/operating.md says: rows before contents."""
+        """Copies rows before contents, like docs/operating.md."""
         if self.url:
             dumped = subprocess.run(["pg_dump", "--schema=baton", self.url], check=True, capture_output=True).stdout
             subprocess.run(
@@ -68,7 +67,9 @@ class Place:
     def outcomes(self) -> dict[str, int]:
         """Requests by outcome, from the sums and row by row."""
         with closing(ledger_database(self.url or self.folder / "ledger.db")) as ledger:
-            counted = {row.group["outcome"]: row.requests for row in sums(ledger, **FOREVER, by=("outcome",))}
+            counted = {
+                row.group["outcome"]: row.requests for row in sums(ledger, since_s=0, until_s=10**11, by=("outcome",))
+            }
             with ledger.reading() as transaction:
                 rows = transaction.run("SELECT outcome, count(*) AS num FROM requests GROUP BY outcome")
         assert counted == {row["outcome"]: row["num"] for row in rows}
@@ -92,7 +93,7 @@ def places(database_url: str, tmp_path: Path) -> tuple[Place, Place]:
 @asynccontextmanager
 async def gateway(place: Place, address: str) -> AsyncIterator[httpx.AsyncClient]:
     listening = socket.create_server(("127.0.0.1", 0))
-    server = GatewayServer(place.config(), listening, tls=FaceTls(), peers=PeerTls())
+    server = GatewayServer([ModelSettings(config=place.config())], listening, tls=FaceTls(), peers=PeerTls())
     try:
         await server.start()
         server.fleet.add_worker(address, worker_id="w")

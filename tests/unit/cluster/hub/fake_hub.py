@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +18,8 @@ _FILE = re.compile(r"/(\w[\w.-]*/[\w.-]+)/resolve/([^/]+)/(.+)")
 @dataclass
 class FakeHub:
     """`repositories` have files by name, for each commit, the latest one last. `faults` answer a path that matches with
-    a status and headers. `cuts` end a file's connection after so many more bytes, each once."""
+    a status and headers. `cuts` end a file's connection after so many more bytes, each once. `asked` is called with
+    each request before its answer, `cut_at` with the byte of the file to which a cut answer has come."""
 
     url: str = ""
     repositories: dict[str, dict[str, Mapping[str, bytes]]] = field(default_factory=dict)
@@ -27,6 +28,8 @@ class FakeHub:
     corrupts: bool = False
     requests: list[str] = field(default_factory=list)
     sent: int = 0  # bytes of weights
+    asked: Callable[[str], None] = lambda request: None
+    cut_at: Callable[[int], None] = lambda end: None
 
     def add(self, repository: str, files: Mapping[str, bytes]) -> str:
         """Adds a commit to main."""
@@ -68,6 +71,7 @@ class _Requests(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub = self.hub
         hub.requests.append(f"{self.command} {self.path}")
+        hub.asked(hub.requests[-1])
         if fault := next((fault for pattern, fault in hub.faults.items() if re.search(pattern, self.path)), None):
             self._send(fault[0], headers=fault[1])
         elif self.path.startswith("/blobs/"):
@@ -128,11 +132,12 @@ class _Requests(BaseHTTPRequestHandler):
                 return self._send(416)
         status, rest = (206 if ranged else 200), data[start:]
         span = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if ranged else {}
-        cut = self.hub.cuts.pop(0) if self.hub.cuts else len(rest)
+        cut = min(self.hub.cuts.pop(0), len(rest)) if self.hub.cuts else len(rest) + 1
         self.hub.sent += min(cut, len(rest))
         self._send(status, rest[:cut], span | {"Content-Length": str(len(rest))})
-        if cut < len(rest):
-            self.close_connection = True
+        if cut <= len(rest):
+            self.hub.cut_at(start + cut)
+            self.close_connection = cut < len(rest)
         return None
 
     def _send(self, status: int, content: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
