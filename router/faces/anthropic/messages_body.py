@@ -167,9 +167,10 @@ class MessagesBody(PromptBody):
     priority: int | None = ranged("priority", "an integer")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
     max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
+    ignore_eos: bool | None = Field(default=None, description="true or false")
 
     def sampling(self) -> SamplingRequest:
-        names = ("temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "max_ttft_ms")
+        names = ("temperature", "top_p", "top_k", "seed", "priority", "cache_salt", "max_ttft_ms", "ignore_eos")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingRequest(
             **given,

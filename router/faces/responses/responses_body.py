@@ -159,9 +159,11 @@ class ResponsesBody(InputBody):
     priority: int | None = ranged("priority", "an integer")
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
     max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
+    ignore_eos: bool | None = Field(default=None, description="true or false")
 
     def sampling(self) -> SamplingRequest:
-        names = ("temperature", "top_p", "top_k", "min_p", "seed", "priority", "cache_salt", "max_ttft_ms")
+        own = ("seed", "priority", "cache_salt", "max_ttft_ms", "ignore_eos")
+        names = ("temperature", "top_p", "top_k", "min_p", *own)
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingRequest(
             **given,

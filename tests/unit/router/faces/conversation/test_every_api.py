@@ -79,6 +79,16 @@ async def test_one_conversation_is_the_same_through_every_api(tmp_path: Path) ->
         assert f'baton_requests_total{{endpoint="{endpoint}",model="",outcome="ok"}} 1.0' in metrics
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+async def test_replayed_answers_go_on_behind_their_end_in_every_api_of_agents(ignored: bool) -> None:
+    faces = {face: body for face, body in FACES.items() if face != "/api/chat"}
+    async with asking() as (http, generate):
+        for face, body in faces.items():
+            answer = await http.post(face, json={"model": "tiny", "ignore_eos": ignored} | body)
+            assert (answer.status_code, answer.headers.get("x-baton-ignored")) == (200, None)
+    assert [job.sampling.ignore_eos for job in generate.jobs] == [ignored] * len(faces)
+
+
 async def test_a_later_system_turn_is_read_through_every_api() -> None:
     """Claude Code puts such turns behind the first user's and behind the results of tools."""
     source = (
