@@ -44,10 +44,7 @@ class LaneConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         if self.stall_s < 2 * self.heartbeat_s:
-            raise Misconfigured(
-                f"stall_s = {self.stall_s}: give at least {2 * self.heartbeat_s:g}, else idle lanes are lost",
-                param="stall_s",
-            )
+            raise Misconfigured(f"stall_s = {self.stall_s}: give at least {2 * self.heartbeat_s:g}", param="stall_s")
 
 
 def overdue(lane: LaneStats, config: LaneConfig) -> bool:
@@ -65,11 +62,7 @@ def superfluous(lanes: Sequence[LaneStats], needed: Collection[str], config: Lan
 def require_room(peer: str, needed: Collection[str], config: LaneConfig) -> None:
     """Raises Overloaded when a ticket with one more peer would need more lanes than there may be."""
     if peer not in needed and len(needed) >= config.max_lanes:
-        raise Overloaded(
-            f"{len(needed)} lanes are in use, of at most {config.max_lanes}: a lane to {peer} would be one too many; "
-            "try again",
-            retry_after_s=1.0,
-        )
+        raise Overloaded(f"{len(needed)} lanes are in use, of at most {config.max_lanes}: try again", retry_after_s=1.0)
 
 
 def require_health(peer: str, lanes: Iterable[LaneStats]) -> None:

@@ -88,7 +88,7 @@ def require_compatible(source: str, source_layout: KVLayout, destination: str, l
     reason = why_incompatible(source_layout, layout)
     if reason is not None:
         raise IncompatibleWorkers(
-            f"KV cannot go from worker {source} to worker {destination}: {reason}. Start both with settings that agree",
+            f"KV cannot go from worker {source} to worker {destination}: {reason}: make them agree",
             param="source_layout",
         )
 

@@ -151,16 +151,14 @@ class Ledger:
         newest = entry.reservation.ticket.generation if entry else (tombstone and tombstone.generation) or 0
         if generation < newest:
             raise TransferFailed(
-                f"ticket {ticket_id} is at generation {newest}: generation {generation} came too late",
-                param="generation",
+                f"ticket {ticket_id} is at generation {newest}: {generation} came too late", param="generation"
             )
         if entry is not None and generation == newest:
             entry.extend(now)
             return entry.reservation
         if tombstone is not None and generation == tombstone.generation:
             raise TransferFailed(
-                f"ticket {ticket_id} generation {generation} was {tombstone.state} ({tombstone.reason}): "
-                f"reserve again with a higher generation",
+                f"ticket {ticket_id} generation {generation} was {tombstone.state} ({tombstone.reason}): reserve anew",
                 param="generation",
             )
         return None

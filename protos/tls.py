@@ -65,12 +65,12 @@ class PeerTls:
         missing = [name for name, path in paths.items() if not path]
         if missing and len(missing) < len(paths):
             raise Misconfigured(
-                f"peers: {missing[0]} is missing: give ca, cert and key, or none of them", param=f"peers.{missing[0]}"
+                f"peers: give ca, cert and key, or none of them: {missing[0]} is missing", param=f"peers.{missing[0]}"
             )
         if self.token and (len(self.token) < MIN_TOKEN_CHARACTERS or not _TOKEN.fullmatch(self.token)):
             raise Misconfigured(
-                f"peers.token has {len(self.token)} characters: give {MIN_TOKEN_CHARACTERS} or more, of letters, "
-                "digits and ._~+/=-, such as `openssl rand -hex 32` makes",
+                f"peers.token has {len(self.token)} characters: give {MIN_TOKEN_CHARACTERS} or more, as `openssl "
+                "rand -hex 32` makes",
                 param="peers.token",
             )
 
@@ -166,8 +166,7 @@ def _check_pair(table: str, cert: str, key: str) -> None:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
         raise Misconfigured(
-            f"{table}: {cert} and {key} are not a certificate and its key (PEM, without a password): {error}",
-            param=table,
+            f"{table}: {cert} and {key} are no certificate and its key (PEM): {error}", param=table
         ) from error
 
 

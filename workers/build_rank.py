@@ -89,9 +89,7 @@ class LoadedRank:
 def device_of(config: WorkerConfig) -> str:
     """ "cuda" or "cpu". Raises Misconfigured if CUDA is requested and there is none."""
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise Misconfigured(
-            "worker.device is 'cuda', but torch sees no GPU: use device 'cpu' or 'auto'", param="device"
-        )
+        raise Misconfigured("device = 'cuda', and torch sees no GPU: give 'cpu' or 'auto'", param="device")
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return config.device
@@ -116,8 +114,7 @@ def steps_in_flight_of(config: WorkerConfig) -> int:
             else "a draft model computes after the last known token, which a step in flight has not brought"
         )
         raise Misconfigured(
-            f"steps_in_flight is {config.steps_in_flight}, and speculate is {config.speculate}: {why}: leave "
-            "steps_in_flight out, or give 0",
+            f"steps_in_flight = {config.steps_in_flight} with speculate = {config.speculate}: {why}: give 0",
             param="steps_in_flight",
         )
     if config.steps_in_flight is not None:
@@ -241,7 +238,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
     )
     if drafting is not None and drafting.hidden_layers:
         runner.keep_hidden(drafting.hidden_layers)
-        drafting.read_from(runner)
+        drafting.hidden = runner
     if device == "cuda":
         max_tokens = min(config.max_num_batched_tokens, max_model_len, capacity)
         storage.warm()
@@ -274,8 +271,8 @@ def _open_drafting(config: WorkerConfig, decoder: ServedDecoder, group: TensorPa
         return open_drafting(config, decoder, group, device)
     except torch.OutOfMemoryError as error:
         raise Misconfigured(
-            f"speculate is {config.speculate}, which does not fit into the GPU's memory beside {config.model}: raise "
-            "tp, choose a smaller draft model or head, or speculate ngram or suffix, which need none",
+            f"speculate = {config.speculate} does not fit into the GPU's memory beside the model: raise tp, or "
+            "give ngram or suffix",
             param="speculate",
         ) from error
 
@@ -287,8 +284,8 @@ def _capacity(config: WorkerConfig, storage: KVStorage, max_model_len: int) -> i
     if capacity < max_model_len:
         if config.max_model_len is not None:
             raise Misconfigured(
-                f"worker.max_model_len is {max_model_len}, the KV cache holds {capacity} tokens: lower max_model_len "
-                f"to {capacity} or less, or raise num_blocks or memory_fraction",
+                f"max_model_len = {max_model_len}: the KV cache holds {capacity} tokens: lower it, or raise "
+                "num_blocks or memory_fraction",
                 param="max_model_len",
             )
         log.warning("max_model_len is lowered from %d to %d: more does not fit the KV cache", max_model_len, capacity)
@@ -391,6 +388,4 @@ def _load(
             keep_freed_memory()
         return decoder
     except torch.OutOfMemoryError as error:
-        raise Misconfigured(
-            f"{config.model} does not fit into the GPU's memory: raise tp or choose a smaller model", param="model"
-        ) from error
+        raise Misconfigured(f"{config.model} does not fit into the GPU's memory: raise tp", param="model") from error

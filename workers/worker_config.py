@@ -42,9 +42,8 @@ class StepLimits:
         check_settings(self)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise Misconfigured(
-                f"max_num_seqs = {self.max_num_seqs}, more than max_num_batched_tokens = "
-                f"{self.max_num_batched_tokens}: every running sequence needs one token of each step, so raise the "
-                "latter or lower the former",
+                f"max_num_seqs = {self.max_num_seqs}: give at most max_num_batched_tokens, "
+                f"{self.max_num_batched_tokens}",
                 param="max_num_seqs",
             )
 
@@ -100,21 +99,17 @@ class WorkerConfig(StepLimits):
 
     def __post_init__(self) -> None:
         if not self.model:
-            raise Misconfigured(
-                "no model is given: give a hub's name, a folder or a GGUF file (--model, or model = in the file)",
-                param="model",
-            )
+            raise Misconfigured("no model is given: give a hub's name, a folder or a GGUF file", param="model")
         StepLimits.__post_init__(self)
         check_mode(self.speculate, "speculate")
         if len(parse_adapters(self.adapters)) > self.max_adapters:
             raise Misconfigured(
-                f"adapters has {len(parse_adapters(self.adapters))}, more than max_adapters = {self.max_adapters}: "
-                "raise the latter",
+                f"max_adapters = {self.max_adapters}: raise it to the {len(parse_adapters(self.adapters))} adapters",
                 param="adapters",
             )
         if self.bind_cores not in ("auto", "off") and not parse_cpus(self.bind_cores):
             raise Misconfigured(
-                f"bind_cores = {self.bind_cores!r}: choose auto, off, or a list of CPUs as 0-3,8", param="bind_cores"
+                f"bind_cores = {self.bind_cores!r}: give auto, off, or CPUs as 0-3,8", param="bind_cores"
             )
 
 

@@ -38,14 +38,6 @@ class InprocParcel:
 Carry = Callable[[InprocParcel, Callable[[], None]], None]
 
 
-def _at_once(parcel: InprocParcel, deliver: Callable[[], None]) -> None:
-    deliver()
-
-
-def _no_time() -> float:
-    return 0.0
-
-
 class InprocExchange:
     """Where the ends of one process meet. `carry` is called for each parcel, and delivers it: now, later or never.
 
@@ -54,7 +46,11 @@ class InprocExchange:
     """
 
     def __init__(
-        self, carry: Carry = _at_once, *, max_staged_bytes: int = 256 * 2**20, clock: Callable[[], float] = _no_time
+        self,
+        carry: Carry = lambda parcel, deliver: deliver(),
+        *,
+        max_staged_bytes: int = 256 * 2**20,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.carry = carry
         self.clock = clock

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from protos.errors import BadCheckpoint
+from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.files_seam import ModelFiles
 
 D = TypeVar("D")
@@ -53,17 +53,17 @@ class Fields:
         """The object under `key`; empty when absent."""
         value = self._data.get(key)
         if value is not None and not isinstance(value, dict):
-            raise self._wrong(key, "an object")
+            raise self.wrong(key, "an object")
         return Fields(value or {}, f"{self.where}: {key}")
 
-    def integer(self, key: str, *, minimum: int = 1) -> int:
+    def integer(self, key: str, *, minimum: int = 1, maximum: float = math.inf) -> int:
         value = self._required(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self._wrong(key, f"a whole number from {minimum}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self.wrong(key, f"a whole number from {minimum}{f' to {maximum}' if maximum < math.inf else ''}")
         return value
 
-    def integer_or(self, key: str, default: D, *, minimum: int = 1) -> int | D:
-        return self.integer(key, minimum=minimum) if key in self else default
+    def integer_or(self, key: str, default: D, *, minimum: int = 1, maximum: float = math.inf) -> int | D:
+        return self.integer(key, minimum=minimum, maximum=maximum) if key in self else default
 
     def number(self, key: str, *, above: float = 0.0) -> float:
         return self._as_number(key, self._required(key), above)
@@ -74,7 +74,7 @@ class Fields:
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         values = self._required(key)
         if not isinstance(values, list) or len(values) != length:
-            raise self._wrong(key, f"a list of {length} numbers")
+            raise self.wrong(key, f"a list of {length} numbers")
         return tuple(self._as_number(key, value, 0.0) for value in values)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
@@ -82,7 +82,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self._wrong(key, "true or false")
+            raise self.wrong(key, "true or false")
         return value
 
     def text_or(self, key: str, default: D) -> str | D:
@@ -90,14 +90,14 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self._wrong(key, "a string")
+            raise self.wrong(key, "a string")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings; empty when absent."""
         values = self._data.get(key) or []
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-            raise self._wrong(key, "a list of strings")
+            raise self.wrong(key, "a list of strings")
         return tuple(values)
 
     def ids(self, key: str) -> tuple[int, ...]:
@@ -105,7 +105,7 @@ class Fields:
         value = self._data.get(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
-            raise self._wrong(key, "a token id or a list of them")
+            raise self.wrong(key, "a token id or a list of them")
         return tuple(values)
 
     def _required(self, key: str) -> Any:
@@ -115,8 +115,15 @@ class Fields:
 
     def _as_number(self, key: str, value: Any, above: float) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= sys.float_info.max:
-            raise self._wrong(key, f"a number above {above:g}" if above > -math.inf else "a number")
+            raise self.wrong(key, f"a number above {above:g}" if above > -math.inf else "a number")
         return float(value)
 
-    def _wrong(self, key: str, wanted: str) -> BadCheckpoint:
-        return BadCheckpoint(f"{self.where}: {key!r} is {self._data[key]!r}: it must be {wanted}", param=key)
+    def wrong(self, key: str, wanted: str, value: object = None) -> BadCheckpoint:
+        """The error for a field that contradicts others. `value` is what absence makes of it."""
+        return BadCheckpoint(f"{self.where}: {key!r} is {self._data.get(key, value)!r}: it must be {wanted}", param=key)
+
+    def unserved(self, key: str, served: str, value: object = None, *, fix: str = "") -> UnsupportedModel:
+        """The error for a field that would change what is computed. `value` is what absence makes of it."""
+        fix = fix or "Give --model another checkpoint, or the one that it was made from"
+        given = self._data.get(key, value)
+        return UnsupportedModel(f"{self.where}: {key} is {given!r}, which is not served: {served}. {fix}", param=key)

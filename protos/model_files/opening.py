@@ -23,7 +23,7 @@ def open_model(path: str | Path) -> ModelFiles:
     if path.is_dir():
         return _in_folder(path)
     if not path.exists():
-        raise BadCheckpoint(_absent(path))
+        raise BadCheckpoint(f"there is no folder or file {path}: give --model a checkpoint's folder or a .gguf file")
     if not is_gguf(path):
         raise BadCheckpoint(f"{path} is a file: give --model the folder that it lies in, or a .gguf file")
     return GGUFFiles.open(path)
@@ -64,13 +64,9 @@ def _in_folder(folder: Path) -> ModelFiles:
         raise BadCheckpoint(f"{folder} holds several GGUF models ({names}): give one of these files")
     if snapshots := sorted((folder / "snapshots").glob("*")):
         raise BadCheckpoint(
-            f"{folder} is a repository in Hugging Face's cache: give {listed(list(map(str, snapshots)))}"
+            f"{folder} is a repository of Hugging Face's cache: give {listed(list(map(str, snapshots)))}"
         )
     raise BadCheckpoint(
         f"{folder} has no config.json, so it is no checkpoint's folder: give the one that holds config.json "
         "and the weights (*.safetensors), or a .gguf file"
     )
-
-
-def _absent(path: Path) -> str:
-    return f"there is no folder or file {path}: give --model a checkpoint's folder or a .gguf file"

@@ -36,8 +36,5 @@ def _named(listed: Any, where: str) -> dict[str, str]:
     except (KeyError, TypeError):
         named = {"": None}
     if not all(isinstance(text, str) for pair in named.items() for text in pair):
-        raise BadCheckpoint(
-            f"{where}: chat_template must be a string, or a list of objects with 'name' and 'template': use the "
-            "checkpoint's original file"
-        )
+        raise BadCheckpoint(f"{where}: chat_template must be a string, or a list of objects with 'name' and 'template'")
     return named

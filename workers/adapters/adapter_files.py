@@ -63,10 +63,6 @@ class AdapterFiles:
     modules: Mapping[str, AdaptedModule]  # by name
     num_bytes: int  # of its matrices as stored
 
-    @property
-    def max_rank(self) -> int:
-        return max(module.rank for module in self.modules.values())
-
     @contextmanager
     def read(self) -> Iterator[AdapterTensors]:
         with open_tensors(self.folder / WEIGHTS, framework="pt") as tensors:
@@ -95,8 +91,7 @@ def read_adapter(path: str | Path, served: Mapping[str, ModuleShape], *, adapter
     file = folder / WEIGHTS
     if not served:
         raise UnsupportedModel(
-            f"{folder}: this model takes no adapters: transformers computes its layers. Merge the adapter into the "
-            "model with PEFT's merge_and_unload"
+            f"{folder}: models that transformers computes take no adapters: merge_and_unload it with PEFT"
         )
     with open_tensors(file, framework="numpy") as tensors:
         modules = _modules(file, list(tensors.keys()), config)
@@ -116,8 +111,8 @@ def check_folder(folder: Path) -> PeftConfig:
         return config
     if pickles := sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)):
         raise BadCheckpoint(
-            f"{folder} holds a pickled adapter only ({pickles[0]}), which can run code when read: load it with PEFT "
-            f"and call save_pretrained(folder, safe_serialization=True), which writes {WEIGHTS}"
+            f"{folder} holds a pickled adapter only ({pickles[0]}), which can run code: use PEFT's "
+            "save_pretrained(folder, safe_serialization=True)"
         )
     raise BadCheckpoint(f"{file} does not exist: give the folder that PEFT's save_pretrained wrote")
 
@@ -160,8 +155,7 @@ def _check_shapes(file: Path, module: AdaptedModule, served: Mapping[str, Module
         kind, kinds = module.name.rpartition(".")[2], sorted({name.rpartition(".")[2] for name in served})
         reason = f"adapters are served of {listed(kinds)}" if kind not in kinds else suggested(module.name, served)
         raise UnsupportedModel(
-            f"{file}: tensor {module.down!r} adapts {module.name!r}, which cannot be adapted here: {reason}. Train it "
-            "with target_modules of these, or merge it with PEFT's merge_and_unload",
+            f"{file}: tensor {module.down!r} adapts {module.name!r}, which is not served: {reason}",
             param="target_modules",
         )
     total = 0
@@ -170,14 +164,12 @@ def _check_shapes(file: Path, module: AdaptedModule, served: Mapping[str, Module
         stored = tensors.get_slice(name)
         if tuple(stored.get_shape()) != wanted:
             raise BadCheckpoint(
-                f"{file}: tensor {name!r} is {tuple(stored.get_shape())}, the model and {CONFIG} make it {wanted}: the "
-                "adapter belongs to another model, or 'r' or 'rank_pattern' to another adapter",
+                f"{file}: tensor {name!r} is {tuple(stored.get_shape())}, the model and {CONFIG} make it {wanted}",
                 param=name,
             )
         if stored.get_dtype() not in FLOATS:
             raise UnsupportedModel(
-                f"{file}: tensor {name!r} is stored as {stored.get_dtype()}: save it as one of "
-                f"{', '.join(sorted(FLOATS))}",
+                f"{file}: tensor {name!r} is of type {stored.get_dtype()}: save it as {', '.join(sorted(FLOATS))}",
                 param=name,
             )
         total += wanted[0] * wanted[1] * (4 if stored.get_dtype() in ("F32", "F64") else 2)

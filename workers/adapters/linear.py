@@ -71,8 +71,8 @@ class AdapterTable:
                     scaled = (tensors[name].float() * scale).to(self._decoder.context.dtype)
                     if not scaled.isfinite().all():
                         raise BadCheckpoint(
-                            f"{files.folder}: tensor {name!r}, times its scale {scale:g}, has numbers that are not "
-                            "finite: train the adapter again, or correct 'lora_alpha'",
+                            f"{files.folder}: tensor {name!r} times its scale {scale:g} is not finite: correct "
+                            "'lora_alpha'",
                             param=name,
                         )
         return files
@@ -83,14 +83,13 @@ class AdapterTable:
             return
         if len(self.loaded) >= self._max_adapters:
             raise Misconfigured(
-                f"{files.folder}: {len(self.loaded)} adapters are loaded, as many as worker.max_adapters allows: "
-                "unload one, or raise the setting",
+                f"{files.folder}: {len(self.loaded)} adapters are loaded: unload one, or raise max_adapters",
                 param="max_adapters",
             )
         if self._decoder.context.device == "cpu" and files.num_bytes > free_ram_bytes():
             raise Misconfigured(
-                f"{files.folder}: the adapter takes {files.num_bytes / 2**20:.0f} MiB, more memory than is free: "
-                "unload another one",
+                f"{files.folder}: the adapter takes {files.num_bytes / 2**20:.0f} MiB, less is free: unload "
+                "another one",
                 param="adapters",
             )
 
@@ -107,7 +106,9 @@ class AdapterTable:
             if self._decoder.context.parallel.rank == 0:
                 raise
             raise RuntimeError(f"rank 0 has read {path}, and this rank cannot: {error.message}") from error
-        loaded = LoadedAdapter(adapter_id=adapter_id, rank=files.max_rank, num_bytes=num_bytes)
+        loaded = LoadedAdapter(
+            adapter_id=adapter_id, rank=max(module.rank for module in files.modules.values()), num_bytes=num_bytes
+        )
         self.loaded[adapter_id] = loaded
         log.info("the adapter %s is loaded in %.2f s: rank %d", path, time.perf_counter() - start_s, loaded.rank)
         return loaded

@@ -15,9 +15,7 @@ def parse_adapters(text: str, setting: str = "adapters") -> dict[str, str]:
     for pair in filter(None, map(str.strip, text.split(","))):
         name, equals, path = (part.strip() for part in pair.partition("="))
         if not equals or not path:
-            raise Misconfigured(
-                f"{setting} = {text!r}: write {pair!r} as NAME=PATH, the adapter's folder", param=setting
-            )
+            raise Misconfigured(f"{setting} = {text!r}: write {pair!r} as NAME=PATH", param=setting)
         if why := why_no_name(name):
             raise Misconfigured(f"{setting} = {text!r}: {why}", param=setting)
         if name in paths:

@@ -27,6 +27,8 @@ MAX_RANK = 512
 _PLAIN = re.compile(r"[\w.\\-]{0,256}")
 _MERGE = "merge it into its model with PEFT's merge_and_unload, and serve the merged checkpoint"
 
+_CONVERT = "Save the adapter with PEFT's path_initial_model_for_weight_conversion"
+
 _REFUSED: Mapping[str, tuple[str, str]] = {
     "use_dora": ("DoRA rescales whole columns of the merged weight", _MERGE),
     "modules_to_save": ("whole modules in place of the model's own", _MERGE),
@@ -101,39 +103,25 @@ def read_peft_config(folder: Path) -> PeftConfig:
     )
     for field, rank in (("r", found.rank), *(("rank_pattern", rank) for rank in found.rank_pattern.values())):
         if rank > MAX_RANK:
-            raise UnsupportedModel(
-                f"{path}: {field!r} is {rank}, more than {MAX_RANK}: train an adapter of a lower rank",
-                param=field,
-            )
+            raise UnsupportedModel(f"{path}: {field!r} is {rank}, {MAX_RANK} at most are served", param=field)
     return found
 
 
 def _refuse(config: Fields) -> None:
     kind = config.text_or("peft_type", "LORA")
     if kind != "LORA":
-        raise UnsupportedModel(f"{config.where}: 'peft_type' is {kind!r}: only 'LORA' is served", param="peft_type")
+        raise config.unserved("peft_type", "'LORA' is", fix=_MERGE)
     task = config.text_or("task_type", "CAUSAL_LM")
     if task not in _TASKS:
-        allowed = " or ".join(map(repr, _TASKS))
-        raise UnsupportedModel(
-            f"{config.where}: 'task_type' is {task!r}: only {allowed} is served: a head for another task has weights "
-            "of its own",
-            param="task_type",
-        )
-    if (bias := config.text_or("bias", "none")) != "none":
-        raise UnsupportedModel(f"{config.where}: 'bias' is {bias!r}: only 'none' is served: {_MERGE}", param="bias")
+        raise config.unserved("task_type", f"{' or '.join(_TASKS)} is", fix="Train it without a head for a task")
+    if config.text_or("bias", "none") != "none":
+        raise config.unserved("bias", "'none' is", fix=_MERGE)
     for field, (meaning, fix) in _REFUSED.items():
-        if value := config.raw(field):
-            raise UnsupportedModel(
-                f"{config.where}: {field!r} is {value!r}, which is not served ({meaning}): {fix}", param=field
-            )
+        if config.raw(field):
+            raise config.unserved(field, meaning, fix=fix)
     start = config.raw("init_lora_weights")
     if isinstance(start, str) and start not in _KEPT_BASE:
-        raise UnsupportedModel(
-            f"{config.where}: 'init_lora_weights' is {start!r}: it trains on changed weights of the model: save the "
-            "adapter with PEFT's path_initial_model_for_weight_conversion, which makes it one for the model's own",
-            param="init_lora_weights",
-        )
+        raise config.unserved("init_lora_weights", "it trains on changed weights of the model", fix=_CONVERT)
     expected = _OF_TRAINING | _REFUSED.keys()
     if unknown := sorted(name for name in config.names() if name not in expected and config.raw(name)):
         log.warning("%s: fields that this version does not know have no effect: %s", config.where, ", ".join(unknown))

@@ -15,7 +15,7 @@ from workers.attention.grouped_attention import GroupedAttention
 from workers.attention.torch_attention import TorchAttention
 from workers.kernels import cpu, twins
 from workers.kernels.cpu.layers import RowTables
-from workers.kernels.cpu.native_build import Native, Tiles, native, native_tiles
+from workers.kernels.cpu.native_build import Native, Tiles, native, native_tiles, pointers
 from workers.kernels.cpu.pages import LayerCache
 from workers.kv.kv_storage import KVStorage
 
@@ -89,26 +89,13 @@ class NativeAttention(CompiledAttention):
         out_TND = cpu.empty_heads(q_TND, q_TND.stride(0))
         _, num_heads, head_dim = q_TND.shape
         _, num_kv_heads, block_size, _ = cache.keys.shape
+        tables_SB = step.block_tables_SB
         self.kernels_for(q_TND.dtype).attend(
-            q_TND.data_ptr(),
-            ctypes.byref(self._described[layer]),
-            out_TND.data_ptr(),
-            step.query_starts.data_ptr(),
-            step.context_lens.data_ptr(),
-            step.block_tables_SB.data_ptr(),
-            None if sinks_N is None else sinks_N.data_ptr(),
-            step.block_tables_SB.stride(0),
-            step.context_lens.shape[0],
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            block_size,
-            options.window or 0,
-            q_TND.stride(0),
-            options.scale,
-            options.softcap,
-            torch.get_num_threads(),
-        )
+            q_TND.data_ptr(), ctypes.byref(self._described[layer]),
+            *pointers(out_TND, step.query_starts, step.context_lens, tables_SB, sinks_N),
+            tables_SB.stride(0), len(tables_SB), num_heads, num_kv_heads, head_dim, block_size, options.window or 0,
+            q_TND.stride(0), options.scale, options.softcap, torch.get_num_threads(),
+        )  # fmt: skip
         return out_TND
 
 
@@ -139,24 +126,12 @@ class NativeLatentAttention(CompiledAttention):
         q_TND = q_TND.contiguous()
         num_tokens, num_heads, width = q_TND.shape
         out_TND = q_TND.new_empty(num_tokens, num_heads, value_dim)
+        tables_SB = step.block_tables_SB
         self.kernels_for(cache.dtype).attend_latent(
-            q_TND.data_ptr(),
-            cache.data_ptr(),
-            out_TND.data_ptr(),
-            step.query_starts.data_ptr(),
-            step.context_lens.data_ptr(),
-            step.block_tables_SB.data_ptr(),
-            step.block_tables_SB.stride(0),
-            step.context_lens.shape[0],
-            num_heads,
-            width,
-            value_dim,
-            cache.shape[2],
-            q_TND.stride(0),
-            out_TND.stride(0),
-            options.scale,
-            torch.get_num_threads(),
-        )
+            *pointers(q_TND, cache, out_TND, step.query_starts, step.context_lens, tables_SB),
+            tables_SB.stride(0), len(tables_SB), num_heads, width, value_dim, cache.shape[2],
+            q_TND.stride(0), out_TND.stride(0), options.scale, torch.get_num_threads(),
+        )  # fmt: skip
         return out_TND
 
 

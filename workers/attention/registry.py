@@ -21,9 +21,7 @@ def attention_for(storage: KVStorage, name: str | None = None) -> AttentionBacke
     """The backend called `name`, by default that of the storage's device. Raises Misconfigured for an unknown name."""
     name = name or storage.device.type
     if name not in BACKENDS:
-        raise Misconfigured(
-            f"there is no attention backend {name!r}: choose one of {', '.join(BACKENDS)}", param="attention"
-        )
+        raise Misconfigured(f"attention = {name!r}: choose one of {', '.join(BACKENDS)}", param="attention")
     make: Callable[[KVStorage, int], AttentionBackend] = resolve_name(BACKENDS[name])
     backends = [make(storage, group) for group in range(len(storage.layout.groups))]
     return backends[0] if len(backends) == 1 else GroupedAttention(storage.layout, backends)

@@ -123,8 +123,7 @@ class Engine:
             raise WorkerDraining("this worker is draining and takes no new requests: send them to another one")
         if request.request_id in self._scheduler:
             raise InvalidRequest(
-                f"request_id {request.request_id!r} is in use on this worker: every attempt needs one of its own",
-                param="request_id",
+                f"request_id {request.request_id!r} is in use: give each attempt its own", param="request_id"
             )
         check_tokens(request, self._scheduler.config.vocab_size)
         check_length(request, self._scheduler.max_len)
@@ -152,10 +151,7 @@ class Engine:
         Raises UnknownRequest, or InvalidRequest on a worker without lanes."""
         request = self._scheduler.find(move.request_id)
         if request is None:
-            raise UnknownRequest(
-                f"this worker has no request {move.request_id!r}: it has ended, or runs on another one",
-                param="request_id",
-            )
+            raise UnknownRequest(f"this worker has no request {move.request_id!r}, or it has ended", param="request_id")
         self._role.migrate(request, move.ticket, now)
 
     def share(self, request: ShareRequest, now: float) -> int:
@@ -381,15 +377,9 @@ class Engine:
     def _begin(self, request: GenerateRequest) -> None:
         """Begins to compile the request's grammar; the request is admitted when its first mask is there."""
         if self._grammars is None:
-            raise InvalidRequest(
-                "this worker has no grammars and cannot constrain answers: send the request without one",
-                param="grammar",
-            )
+            raise InvalidRequest("this worker has no grammars: send the request without one", param="grammar")
         if request.sampling.ignore_eos:
-            raise InvalidRequest(
-                "ignore_eos and a grammar exclude each other, as a grammar decides where to end: give one of them",
-                param="ignore_eos",
-            )
+            raise InvalidRequest("ignore_eos and a grammar exclude each other: give one of them", param="ignore_eos")
         self._grammars.begin(request.request_id, request.sampling.grammar, request.output_ids)
 
     def _prepare_masks(self, grammars: Grammars, updates: Sequence[SequenceUpdate]) -> None:

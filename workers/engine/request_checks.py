@@ -25,9 +25,7 @@ def check_tokens(request: GenerateRequest, vocab_size: int) -> None:
     ):
         if token_ids and not _are_ids(token_ids, vocab_size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-            raise InvalidRequest(
-                f"{param} holds token id {wrong}: the model's ids are 0 to {vocab_size - 1}", param=param
-            )
+            raise InvalidRequest(f"{param} holds token id {wrong}: ids are 0 to {vocab_size - 1}", param=param)
 
 
 def check_length(request: GenerateRequest, limit: int) -> None:
@@ -36,15 +34,12 @@ def check_length(request: GenerateRequest, limit: int) -> None:
     num_given, max_tokens = len(request.output_ids), request.sampling.max_tokens
     if max_tokens < 0 or (num_given > 0 and num_given >= max_tokens):
         raise InvalidRequest(
-            f"max_tokens is {max_tokens} and {num_given} output tokens are given: nothing is left to generate",
-            param="max_tokens",
+            f"max_tokens is {max_tokens}: {num_given} output tokens are given already", param="max_tokens"
         )
     num_tokens = len(request.prompt_ids) + num_given
     if num_tokens + (max_tokens > 0) > limit:
         raise ContextLengthExceeded(
-            f"the prompt has {num_tokens} tokens: this worker holds at most {limit} of prompt and answer, "
-            f"so {limit - 1} at most of the prompt",
-            param="prompt",
+            f"the prompt has {num_tokens} tokens: at most {limit} are for prompt and answer", param="prompt"
         )
 
 

@@ -321,9 +321,7 @@ class GuidanceGrammars:
         if mask is not None and is_whole and self._ends(mask) and not matcher.is_accepting():
             mask = self._without_end(mask)
         if mask is None or not is_whole or not mask.any():
-            raise InvalidRequest(
-                f"the answer cannot follow its grammar: {in_our_words(matcher.get_error())}", param="grammar"
-            )
+            raise InvalidRequest(f"the answer cannot follow it: {in_our_words(matcher.get_error())}", param="grammar")
         return mask
 
     def _ends(self, mask: Mask) -> bool:
@@ -336,8 +334,7 @@ class GuidanceGrammars:
             allowed[each // 32] &= ~np.array(1 << (each % 32), dtype=np.uint32).view(np.int32)
         if not allowed.any():
             raise InvalidRequest(
-                f"the grammar names a token that ends an answer ({', '.join(map(str, self._eos_ids))}): leave it out, "
-                "an answer ends by itself where its grammar is fulfilled",
+                f"the grammar names a token that ends an answer ({', '.join(map(str, self._eos_ids))}): leave it out",
                 param="grammar",
             )
         return allowed
@@ -357,9 +354,7 @@ class GuidanceGrammars:
         assert self._tokenizer is not None
         matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise InvalidRequest(
-                f"the grammar cannot be compiled: {in_our_words(matcher.get_error())}", param="grammar"
-            )
+            raise InvalidRequest(f"it cannot be compiled: {in_our_words(matcher.get_error())}", param="grammar")
         return matcher
 
     def _read(self) -> LLTokenizer:

@@ -49,9 +49,6 @@ def _ids(num_blocks: int) -> tuple[int, ...]:
     return tuple(range(num_blocks - 1, -1, -1))
 
 
-def _unheard(event: KVEvent) -> None: ...
-
-
 def page_hash(block_hash: BlockHash, group: int) -> bytes:
     """The hash under which a group's page of a block is cached."""
     return block_hash + bytes((group,)) if group else block_hash
@@ -88,7 +85,7 @@ class BlockPool:
         self,
         num_blocks: int,
         block_size: int,
-        record: Callable[[KVEvent], None] = _unheard,
+        record: Callable[[KVEvent], None] = lambda event: None,
         *,
         host: HostPool | None = None,
         windows: Sequence[int | None] = (None,),

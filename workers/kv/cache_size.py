@@ -20,8 +20,8 @@ def check_weights_fit(num_bytes: int, free_bytes: int, device: str) -> None:
     """Raises Misconfigured when a rank's share of the weights is larger than the memory that is free."""
     if num_bytes > free_bytes:
         raise Misconfigured(
-            f"the model's weights take {num_bytes / _GIB:.2f} GiB on each rank, {free_bytes / _GIB:.2f} GiB are free "
-            f"on {device}: raise tp, choose dtype bfloat16 or a smaller model",
+            f"the weights take {num_bytes / _GIB:.2f} GiB on each rank, {free_bytes / _GIB:.2f} GiB are free on "
+            f"{device}: raise tp, or give dtype bfloat16",
             param="model",
         )
 
@@ -56,8 +56,7 @@ def blocks_on_gpu(
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         raise Misconfigured(
-            "the largest step does not fit into the GPU's memory beside the model: lower max_num_batched_tokens, "
-            "prefill_chunk or max_model_len, or raise tp",
+            "the largest step does not fit into the GPU's memory: lower max_num_batched_tokens or max_model_len",
             param="max_num_batched_tokens",
         ) from error
     peak = torch.cuda.max_memory_reserved(device)
@@ -71,8 +70,8 @@ def blocks_on_gpu(
 def _at_least_one(num_blocks: int, budget: int, block_bytes: int, where: str) -> int:
     if num_blocks < 1:
         raise Misconfigured(
-            f"{max(0, budget) / _GIB:.2f} GiB of {where} are left for the KV cache, one block takes "
-            f"{block_bytes / _GIB:.4f} GiB: raise memory_fraction or tp, lower host_kv_gib or block_size",
+            f"{max(0, budget) / _GIB:.2f} GiB of {where} are left for KV, one block takes "
+            f"{block_bytes / _GIB:.4f} GiB: raise memory_fraction or tp",
             param="memory_fraction",
         )
     return num_blocks

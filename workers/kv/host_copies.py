@@ -225,8 +225,7 @@ def _pinned_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         _cuda.check_error(int(cudart.cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0)))
     except RuntimeError as error:
         raise Misconfigured(
-            f"{zeros.nbytes / 2**30:.2f} GiB of host memory cannot be pinned for the host tier: {error}; lower "
-            f"host_kv_gib, or raise the limit on locked memory (ulimit -l)",
+            f"{zeros.nbytes / 2**30:.2f} GiB cannot be pinned: {error}; lower host_kv_gib, or raise ulimit -l",
             param="host_kv_gib",
         ) from error
     weakref.finalize(zeros, cudart.cudaHostUnregister, zeros.data_ptr())

@@ -36,10 +36,7 @@ def with_kv_dtype(layout: KVLayout, kv_dtype: KVDtype) -> KVLayout:
 def refuse_latents(kv_dtype: KVDtype) -> None:
     """Raises UnsupportedModel for latents in 8 bits."""
     if kv_dtype != "auto":
-        raise UnsupportedModel(
-            f"kv_dtype is {kv_dtype}: this model caches latents, and only keys and values are rounded: leave it out",
-            param="kv_dtype",
-        )
+        raise UnsupportedModel(f"kv_dtype is {kv_dtype}: latents are not rounded: leave it out", param="kv_dtype")
 
 
 def _rounded(parts: tuple[KVPart, ...], dtype: str) -> tuple[KVPart, ...]:

@@ -34,17 +34,13 @@ _UNPACKED_BYTES = 64 << 20  # read beside packed weights at the end of a load
 def ignore_progress(done_bytes: int, total_bytes: int) -> None: ...
 
 
-def stay_as_read() -> None:
-    """Packs nothing: the part stays as it was read."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPart:
     """Tensors that `pack` lays out, once all of them are read. `slots` is called anew for each pass over them: a list
     would keep what `pack` frees."""
 
     slots: Callable[[], Iterator[Slot]]
-    pack: Callable[[], None] = stay_as_read
+    pack: Callable[[], None] = lambda: None  # the part stays as it was read
 
 
 def check_slots(where: str | Path, slots: Collection[Slot], source: WeightSource, *, note: str = "") -> None:
@@ -52,8 +48,8 @@ def check_slots(where: str | Path, slots: Collection[Slot], source: WeightSource
     type that its slot does not take."""
     if missing := sorted({slot.name for slot in slots}.difference(source.names())):
         raise BadCheckpoint(
-            f"{where} lacks {counted(len(missing), 'tensor')}, the first is {missing[0]!r}: config.json belongs to "
-            f"another checkpoint, or a shard is missing.{note}"
+            f"{where} lacks {counted(len(missing), 'tensor')} of config.json, the first is {missing[0]!r}: a "
+            f"shard is missing.{note}"
         )
     for slot in slots:
         stored = source.describe(slot.name)
@@ -61,8 +57,8 @@ def check_slots(where: str | Path, slots: Collection[Slot], source: WeightSource
             raise BadCheckpoint(f"{where}: tensor {slot.name!r} is {stored.shape}, config.json makes it {slot.shape}")
         if stored.dtype not in slot.dtypes:
             raise UnsupportedModel(
-                f"{where}: tensor {slot.name!r} is stored as {stored.dtype}, which config.json does not name: "
-                f"it must be one of {', '.join(sorted(slot.dtypes))}"
+                f"{where}: tensor {slot.name!r} is stored as {stored.dtype}: it must be one of "
+                f"{', '.join(sorted(slot.dtypes))}"
             )
 
 

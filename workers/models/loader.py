@@ -139,8 +139,7 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
     names = frozenset(source.names())
     if config.num_layers > len(names):
         raise BadCheckpoint(
-            f"{folder} has {counted(len(names), 'tensor')}, fewer than the {config.num_layers} layers in config.json: "
-            "config.json belongs to another checkpoint, or a shard is missing"
+            f"{folder} has {counted(len(names), 'tensor')}, fewer than the {config.num_layers} layers in config.json"
         )
     whole = Solo() if context.expert_parallel else context.parallel  # else other ranks' experts would seem unused
     slots = list(Decoder(config, replace(context, device="meta", parallel=whole)).slots())
@@ -173,7 +172,7 @@ def _is_empty_bias(folder: Path, name: str, layers: set[str], source: WeightSour
     stored = source.describe(name)
     if stored.dtype in FLOATS and bool((source.read(name, 0, slice(None)) != 0).any()):
         raise UnsupportedModel(
-            f"{folder}: tensor {name!r} is a bias, and config.json makes this layer one without: set attention_bias or "
-            "mlp_bias in config.json where the model has them, or use the checkpoint that it was made from"
+            f"{folder}: tensor {name!r} is a bias, and config.json makes this layer one without: set "
+            "attention_bias or mlp_bias there"
         )
     return True

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
+from protos.errors import BadCheckpoint, Misconfigured
 from protos.model_files.ends import end_ids
 from protos.model_files.fields import Fields
 from protos.model_files.files_seam import ModelFiles
@@ -233,8 +233,8 @@ def longest_sequence(config: ServedConfig, limit: int | None) -> int:
     """Tokens of a prompt and its answer: `worker.max_model_len`, or the model's own length. Raises Misconfigured."""
     if limit is not None and limit > config.max_model_len:
         raise Misconfigured(
-            f"worker.max_model_len is {limit}: this model was made for {config.max_model_len} at most; give that or "
-            f"less, or leave it out. Longer contexts need a rope_scaling in its config.json",
+            f"worker.max_model_len is {limit}: this model was made for {config.max_model_len}: give at most that, "
+            "or a rope_scaling in its config.json",
             param="max_model_len",
         )
     return limit or config.max_model_len
@@ -321,19 +321,16 @@ class _Sizes:
             raise BadCheckpoint(f"{config.where}: {num_heads} heads cannot share {num_kv_heads} key/value heads evenly")
         if family.head_dim is None and "head_dim" not in config and hidden_size % num_heads:
             raise BadCheckpoint(
-                f"{config.where}: hidden_size {hidden_size} is no multiple of {num_heads} heads, head_dim is missing"
+                f"{config.where}: {num_heads} heads cannot share hidden_size {hidden_size}, give head_dim"
             )
-        head_dim = config.integer_or("head_dim", family.head_dim or hidden_size // num_heads)
+        default = min(family.head_dim or hidden_size // num_heads, _MAX_HEAD)
+        head_dim = config.integer_or("head_dim", default, maximum=_MAX_HEAD)
         if head_dim % 2:
-            raise UnsupportedModel(f"{config.where}: head_dim {head_dim} is odd: rope turns pairs", param="head_dim")
-        num_layers = config.integer("num_hidden_layers")
-        for field, value, most in (("num_hidden_layers", num_layers, _MAX_LAYERS), ("head_dim", head_dim, _MAX_HEAD)):
-            if value > most:
-                raise BadCheckpoint(f"{config.where}: {field} is {value}, it can be {most} at most", param=field)
+            raise config.unserved("head_dim", "an even number is, since rope turns pairs", head_dim)
         return cls(
             vocab_size=config.integer("vocab_size"),
             hidden_size=hidden_size,
-            num_layers=num_layers,
+            num_layers=config.integer("num_hidden_layers", maximum=_MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -344,14 +341,10 @@ class _Sizes:
 def _refuse_unknown_parts(config: Fields, family: Family) -> None:
     rope, growth = rope_fields(config), "llama_4_scaling_beta"
     if growth not in family.reads and rope.raw(growth):
-        raise UnsupportedModel(
-            f"{rope.where}: {growth} is {rope.raw(growth)!r}, which is not supported for {family.name}", param=growth
-        )
+        raise rope.unserved(growth, f"{family.name} has none")
     for key, harmless in _NEUTRAL.items():
         if key not in family.reads and key in config and config.raw(key) not in harmless:
-            raise UnsupportedModel(
-                f"{config.where}: {key} is {config.raw(key)!r}, which is not supported for {family.name}", param=key
-            )
+            raise config.unserved(key, f"{family.name} has none")
 
 
 def _norm(config: Fields, family: Family) -> NormKind:
@@ -369,11 +362,7 @@ def _rotary_dim(config: Fields, family: Family, head_dim: int) -> int:
         factor = config.integer(key) / head_dim
     turned = int(head_dim * factor)
     if turned % 2 or not 2 <= turned <= head_dim:
-        raise BadCheckpoint(
-            f"{config.where}: {key} {factor:g} turns {turned} of {head_dim} dimensions: it must be an even number of "
-            f"2 to {head_dim}",
-            param=key,
-        )
+        raise config.wrong(key, f"an even number of 2 to {head_dim} dimensions that turn, it makes {turned}")
     return turned
 
 

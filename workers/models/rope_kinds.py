@@ -123,14 +123,9 @@ def read_rope(config: Fields, *, head_dim: int, max_position: int, partial: bool
     kind = scaling.text_or("rope_type", scaling.text_or("type", "default"))
     proportion = scaling.number_or("partial_rotary_factor", config.number_or("partial_rotary_factor", 1.0))
     if kind not in _READERS:
-        raise UnsupportedModel(
-            f"{scaling.where}: rope type {kind!r} is not supported: known are {', '.join(_READERS)}", param="rope_type"
-        )
+        raise scaling.unserved("rope_type", f"known are {', '.join(_READERS)}", kind)
     if proportion != 1.0 and kind != "proportional" and not partial:
-        raise UnsupportedModel(
-            f"{scaling.where}: partial_rotary_factor {proportion:g} is not supported: only 1 (all pairs turn) is",
-            param="partial_rotary_factor",
-        )
+        raise scaling.unserved("partial_rotary_factor", "only 1 (all pairs turn) is", proportion)
     # The pre-training length may stand beside the parameters; transformers lets that one win.
     key = "original_max_position_embeddings"
     original = config.integer_or(key, scaling.integer_or(key, max_position))
@@ -149,22 +144,6 @@ class _Facts:
     original: int
     num_pairs: int
     proportion: float
-
-
-def _default(_: Fields, facts: _Facts) -> Rope:
-    return Rope(theta=facts.theta)
-
-
-def _linear(scaling: Fields, facts: _Facts) -> Rope:
-    return LinearRope(theta=facts.theta, factor=scaling.number("factor"))
-
-
-def _proportional(scaling: Fields, facts: _Facts) -> Rope:
-    return ProportionalRope(theta=facts.theta, factor=scaling.number_or("factor", 1.0), proportion=facts.proportion)
-
-
-def _dynamic(scaling: Fields, facts: _Facts) -> Rope:
-    return DynamicRope(theta=facts.theta, factor=scaling.number("factor"), max_position=facts.max_position)
 
 
 def _yarn(scaling: Fields, facts: _Facts) -> Rope:
@@ -202,10 +181,6 @@ def _longrope(scaling: Fields, facts: _Facts) -> Rope:
     )
 
 
-def _factors(scaling: Fields, facts: _Facts) -> Rope:
-    return FactorsRope(theta=facts.theta, factors=scaling.numbers("factors", facts.num_pairs))
-
-
 def _llama3(scaling: Fields, facts: _Facts) -> Rope:
     low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
     if low >= high:
@@ -220,12 +195,14 @@ def _llama3(scaling: Fields, facts: _Facts) -> Rope:
 
 
 _READERS: dict[str, Callable[[Fields, _Facts], Rope]] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic,
+    "default": lambda _, to: Rope(theta=to.theta),
+    "linear": lambda by, to: LinearRope(theta=to.theta, factor=by.number("factor")),
+    "dynamic": lambda by, to: DynamicRope(theta=to.theta, factor=by.number("factor"), max_position=to.max_position),
     "yarn": _yarn,
     "longrope": _longrope,
-    "factors": _factors,
+    "factors": lambda by, to: FactorsRope(theta=to.theta, factors=by.numbers("factors", to.num_pairs)),
     "llama3": _llama3,
-    "proportional": _proportional,
+    "proportional": lambda by, to: ProportionalRope(
+        theta=to.theta, factor=by.number_or("factor", 1.0), proportion=to.proportion
+    ),
 }

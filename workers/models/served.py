@@ -98,9 +98,7 @@ def _inspected(path: str, quantize: Quantize, changed_ns: int) -> TransformersCo
     try:
         answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     except (ValueError, IndexError) as error:
-        raise Internal(
-            f"{path} could not be inspected: a process ended with {ended.returncode}: {ended.stderr[-2000:]}"
-        ) from error
+        raise Internal(f"{path} could not be inspected: rc {ended.returncode}: {ended.stderr[-2000:]}") from error
     if "error" in answer:
         raise raised(msgspec.convert(answer["error"], ErrorInfo))
     return TransformersConfig.of_json(answer)
@@ -111,8 +109,8 @@ def layout_of(model: ServedConfig, kv_dtype: KVDtype, *, block_size: int, dtype:
     for a model that cannot have it."""
     if kv_dtype == "fp8" and model.qkv_bias:
         raise Misconfigured(
-            f"kv_dtype is fp8, and the key projections of this {model.family} model have biases: its keys are large in "
-            "a few places and would lose the others. Give int8, which has a scale for each token, or auto",
+            f"kv_dtype is fp8, and this {model.family} model's keys are too large in a few places for it: give "
+            "int8 or auto",
             param="kv_dtype",
         )
     return with_kv_dtype(model.kv_layout(block_size=block_size, dtype=dtype, tp=tp), kv_dtype)

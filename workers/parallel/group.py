@@ -179,7 +179,7 @@ class RankGroup:
         length = int.from_bytes(received[:_HEADER_BYTES], "little")
         if length > MAX_MESSAGE_BYTES:
             raise UnreadableMessage(
-                f"rank {self.rank} of {self.size} got a message of {length} bytes: at most {MAX_MESSAGE_BYTES} are sent"
+                f"rank {self.rank} of {self.size} got a message of {length} bytes, of {MAX_MESSAGE_BYTES}"
             )
         missing = length - (_FIRST_BYTES - _HEADER_BYTES)
         if missing > 0:

@@ -64,7 +64,5 @@ def _inverse_factor(moments_II: torch.Tensor) -> torch.Tensor:
             if not info:
                 return upper
     raise Misconfigured(
-        "the calibration text gives a layer inputs that are not finite, or hardly differ: give --calibrate a longer "
-        "and more varied text",
-        param="calibrate",
+        "the calibration text hardly varies a layer's inputs: give a longer, more varied one", param="calibrate"
     )

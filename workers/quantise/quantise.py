@@ -39,6 +39,9 @@ _UNCLIPPED = ("q_proj", "k_proj")  # AWQ's own rule: their outputs are multiplie
 Tensors = dict[str, torch.Tensor]
 
 
+_AS_LOADED = "set worker.quantize, which rounds the weights as they are loaded"
+
+
 def check_float_folder(path: Path) -> ModelConfig:
     """Raises UnsupportedModel or BadCheckpoint for a model that cannot be quantised."""
     files, config = open_model(path), read_config(path)
@@ -46,19 +49,14 @@ def check_float_folder(path: Path) -> ModelConfig:
         raise UnsupportedModel(f"{path} is a GGUF file: give the Hugging Face folder that it was made from")
     if config.weight_format is not None:
         raise UnsupportedModel(
-            f"{path} is quantised already ({config.weight_format.label}): give the checkpoint of floats that it was "
-            "made from"
+            f"{path} is quantised already ({config.weight_format.label}): give a checkpoint of floats"
         )
     if not config.spec.stored_as_llama:
         raise UnsupportedModel(
-            f"{path}: baton quantize does not know how {config.family} stores its norms and projections: set "
-            "worker.quantize, which rounds the weights as they are loaded"
+            f"{path}: baton quantize does not know how {config.family} stores its weights: {_AS_LOADED}"
         )
     if config.experts is not None:
-        raise UnsupportedModel(
-            f"{path} is a mixture of experts, which baton quantize does not write: set worker.quantize, which rounds "
-            "weights as they are loaded"
-        )
+        raise UnsupportedModel(f"{path} is a mixture of experts, which baton quantize does not write: {_AS_LOADED}")
     return config
 
 

@@ -23,10 +23,6 @@ from workers.rpc.worker_servicer import Reserve, WorkerServicer, new_server
 LAST_WORDS_S = 1.0
 
 
-def no_tickets(now: float) -> Sequence[TicketStats]:
-    return ()
-
-
 class WakeUp:
     """Wakes a worker: lanes call `notify` when there is something to poll. It has no effect until the worker has set
     the listener."""
@@ -50,7 +46,7 @@ class WorkerParts:
     engine: Engine
     close: Callable[[], None]
     reserve: Reserve | None = None
-    tickets: Callable[[float], Sequence[TicketStats]] = no_tickets
+    tickets: Callable[[float], Sequence[TicketStats]] = lambda now: ()
     lanes: Callable[[], Sequence[LaneStats]] = tuple
     wake_up: WakeUp = field(default_factory=WakeUp)
     roles: Mapping[WorkerRole, MakeRole] = field(default_factory=dict)

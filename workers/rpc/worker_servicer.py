@@ -288,8 +288,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         try:
             if reserve is None:
                 raise InvalidRequest(
-                    f"worker {self._info.worker_id} is a {self._info.role} worker, which receives no KV: "
-                    "reserve on a decode worker"
+                    f"worker {self._info.worker_id} is a {self._info.role} worker: reserve on a decode worker"
                 )
             reservation = from_proto(ReserveRequest, request)
             was_owned = reservation.request_id in self._owners
@@ -318,9 +317,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         own = (stream for stream in reversed(self._streams) if stream.gateway_id == reservation.gateway_id)
         stream = next(own, None)
         if stream is None:
-            raise Unavailable(
-                f"gateway {reservation.gateway_id} has no stream to this worker: send Hello before Reserve"
-            )
+            raise Unavailable(f"gateway {reservation.gateway_id} has no stream here: send Hello before Reserve")
         self._own(stream, reservation.request_id)
 
     async def Abort(self, request: Any, context: Any) -> Any:

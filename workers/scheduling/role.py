@@ -88,9 +88,7 @@ class Role:
     def share(self, ticket: Ticket, hashes: Sequence[BlockHash], now: float, coming: Onload | None) -> int:
         """Pushes cached blocks to the ticket, and returns their number: blocks of the chain `hashes` that the ticket
         has, and that are on the device or `coming` from the host. Raises InvalidRequest or IncompatibleWorkers."""
-        raise InvalidRequest(
-            "this worker has no lanes and cannot push blocks: pull them from another worker", param="ticket"
-        )
+        raise InvalidRequest("this worker has no lanes: pull the blocks from another worker", param="ticket")
 
     def drop(self, request: Request) -> None:
         """Stops the transfers of a request that was aborted or has ended. The engine frees its blocks right after this

@@ -23,13 +23,6 @@ class Blocks(Protocol[Payload]):
     def write(self, cut: Cut, payload: Payload) -> None: ...
 
 
-def _alone(values: Sequence[int]) -> Sequence[int]:
-    return values
-
-
-def _nothing() -> None: ...
-
-
 class RankTransfer(Generic[Payload]):
     """The `TransferOperations` of one rank. `least` returns, for each of some numbers, the least over all ranks.
 
@@ -46,10 +39,10 @@ class RankTransfer(Generic[Payload]):
         rank: int = 0,
         sender: Sender[Payload] | None = None,
         receiver: Receiver[Payload] | None = None,
-        least: Callable[[Sequence[int]], Sequence[int]] = _alone,
+        least: Callable[[Sequence[int]], Sequence[int]] = lambda values: values,
         aside: Callable[[int | None], AbstractContextManager[Any]] = nullcontext,
-        rejoin: Callable[[], None] = _nothing,
-        mark: Callable[[], None] = _nothing,
+        rejoin: Callable[[], None] = lambda: None,
+        mark: Callable[[], None] = lambda: None,
         follows_layers: bool = False,
     ) -> None:
         self.blocks = blocks

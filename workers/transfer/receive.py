@@ -119,21 +119,18 @@ class Incoming:
             raise InvalidRequest("the prompt is empty: there is no KV to reserve blocks for", param="prompt")
         if not 0 < len(request.request_id.encode()) <= MAX_TICKET_ID_BYTES:
             raise InvalidRequest(
-                f"request_id has {len(request.request_id.encode())} bytes: it must have 1 to {MAX_TICKET_ID_BYTES}",
-                param="request_id",
+                f"request_id {request.request_id[:60]!r}: give 1 to {MAX_TICKET_ID_BYTES} bytes", param="request_id"
             )
         if not request.lease_s > 0 or request.generation < 1:
             raise InvalidRequest(
-                f"lease_s is {request.lease_s} and generation {request.generation}: "
-                f"the one must be above 0, the other at least 1",
+                f"lease_s = {request.lease_s}, generation = {request.generation}: give above 0, and 1 or more",
                 param="lease_s" if request.generation >= 1 else "generation",
             )
         stop, num_passed = self._pool.blocks_for(_num_tokens(request)), self._num_passed(request)
         if sum([stop - passed for passed in num_passed]) > self._pool.num_blocks:
             num_most = (self._pool.num_blocks + sum(num_passed)) // len(num_passed)
             raise ContextLengthExceeded(
-                f"the prompt has {_num_tokens(request)} tokens: worker {here} holds at most "
-                f"{num_most * self._pool.block_size}",
+                f"the prompt has {_num_tokens(request)} tokens: worker {here} holds {num_most * self._pool.block_size}",
                 param="prompt",
             )
 
@@ -157,8 +154,8 @@ class Incoming:
             num_free, pages = pool.num_free, "KV pages" if pool.has_groups else "KV blocks"
             pool.release(cached_ids)
             raise Overloaded(
-                f"worker {self._transfers.address.worker_id} has {num_free} free {pages} and keeps {kept_free} of "
-                f"them for running answers: {num_missing} are needed",
+                f"worker {self._transfers.address.worker_id} has {num_free} free {pages}, keeps {kept_free}, and "
+                f"needs {num_missing}",
                 retry_after_s=self.config.retry_after_s,
             )
         return cached, block_ids
@@ -294,8 +291,8 @@ class Incoming:
         ):
             self._free(reservation)
             raise InvalidRequest(
-                f"request {request.request_id} does not begin with the {num_tokens} tokens that ticket "
-                f"{ticket.ticket_id} was reserved for, or has more than the {room} it has room for",
+                f"request {request.request_id} is not the one of ticket {ticket.ticket_id}: {num_tokens} tokens, "
+                f"room for {room}",
                 param="ticket",
             )
         if self._pool.head_stays or reservation.ticket.layout.head != self._layout.head:
@@ -377,9 +374,7 @@ def reservations(incoming: Incoming, engine: Engine) -> Callable[[ReserveRequest
         if engine.draining:
             raise WorkerDraining("this worker is draining and takes no new reservations: reserve on another one")
         if engine.scheduler.blocked:
-            raise Overloaded(
-                "requests on this worker are waiting for KV blocks already", retry_after_s=incoming.config.retry_after_s
-            )
+            raise Overloaded("requests are waiting for KV blocks already", retry_after_s=incoming.config.retry_after_s)
         return incoming.reserve(request, now)
 
     return reserve

@@ -131,9 +131,8 @@ class Outgoing:
                 session = self._open(ticket, now)
                 if not session.fits(request.num_tokens):
                     raise InvalidRequest(
-                        f"ticket {ticket.ticket_id} is for blocks {session.first_block} to "
-                        f"{ticket.stop} of the prompt, which has {request.num_tokens} tokens: reserve with the "
-                        "tokens that are to be read",
+                        f"ticket {ticket.ticket_id} is for blocks {session.first_block} to {ticket.stop} of a "
+                        f"prompt of {request.num_tokens} tokens",
                         param="ticket",
                     )
                 self._add(Push(request, session, now))
@@ -206,7 +205,7 @@ class Outgoing:
         older = self._pushes.get(ticket.ticket_id)
         if older is not None and older.session.ticket.generation >= ticket.generation:
             raise InvalidRequest(
-                f"ticket {ticket.ticket_id} is being served already: reserve one for each request", param="ticket"
+                f"ticket {ticket.ticket_id} is being served: reserve one for each request", param="ticket"
             )
         if older is not None:
             self._fail(older, f"generation {ticket.generation} of the ticket took its place")

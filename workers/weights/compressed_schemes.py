@@ -13,7 +13,6 @@ from workers.weights.weight_formats import (
     check_pattern,
     group_label,
     group_size_of,
-    refuse_format,
     require_value,
 )
 
@@ -84,9 +83,9 @@ def read_compressed(config: Fields) -> WeightFormat:
     """Raises UnsupportedModel or BadCheckpoint."""
     default = config.text_or("format", _PACKED)
     if config.inner("sparsity_config").text_or("format", "dense") != "dense":
-        raise refuse_format(config, "sparsity_config", "dense weights are")
+        raise config.unserved("sparsity_config", "dense weights are")
     if config.inner("transform_config").raw("config_groups"):
-        raise refuse_format(config, "transform_config", "weights without transforms are")
+        raise config.unserved("transform_config", "weights without transforms are")
     groups, ignored = config.inner("config_groups"), config.texts("ignore")
     schemes: list[tuple[str, LayerScheme]] = []
     for name in groups.names():
@@ -97,7 +96,7 @@ def read_compressed(config: Fields) -> WeightFormat:
         if target.startswith(_REGEX):
             check_pattern(target.removeprefix(_REGEX), config)
     if not schemes:
-        raise refuse_format(config, "config_groups", "at least one group with targets and weights is")
+        raise config.unserved("config_groups", "at least one group with targets and weights is")
     layers = CompressedLayers(schemes=tuple(schemes), ignored=ignored)
     return WeightFormat(label=layers.label, encodings="compressed_tensors:encodings", settings=layers)
 
@@ -105,9 +104,9 @@ def read_compressed(config: Fields) -> WeightFormat:
 def _scheme(group: Fields, own: str, layout: str, config: Fields) -> LayerScheme:
     if layout not in (_PACKED, _INT, _FLOAT, _NAIVE):
         where, field = (group, own) if own else (config, "format")
-        raise refuse_format(where, field, f"{_PACKED}, {_INT}, {_FLOAT} and {_NAIVE} are")
+        raise where.unserved(field, f"{_PACKED}, {_INT}, {_FLOAT} and {_NAIVE} are")
     if group.inner("output_activations").names():
-        raise refuse_format(group, "output_activations", "null is")
+        raise group.unserved("output_activations", "null is")
     weights = group.inner("weights")
     is_float = weights.text_or("type", "int") == "float"
     require_value(weights, "type", ("int", "float"))
@@ -115,19 +114,19 @@ def _scheme(group: Fields, own: str, layout: str, config: Fields) -> LayerScheme
     if layout == _NAIVE:
         layout = _FLOAT if is_float else _INT
     if is_float != (layout == _FLOAT):
-        raise refuse_format(weights, "type", f"format {layout} has weights of type {'int' if is_float else 'float'}")
+        raise weights.unserved("type", f"format {layout} has weights of type {'int' if is_float else 'float'}")
     bits = bits_of(weights, (4, 8) if layout == _PACKED else (8,), "num_bits", default=8)
     size = group_size_of(weights) if "group_size" in weights else None
     named = weights.text_or("strategy", "tensor" if size is None else "group")
     if named not in _STRATEGIES[layout]:
-        raise refuse_format(weights, "strategy", f"with format {layout} {', '.join(_STRATEGIES[layout])} are")
+        raise weights.unserved("strategy", f"with format {layout} {', '.join(_STRATEGIES[layout])} are")
     strategy: Strategy = next(each for each in _STRATEGIES[layout] if each == named)
     rows, width = _block(weights) if strategy == "block" else (1, size or 1)
     if strategy == "group" and size is None:
-        raise refuse_format(weights, "group_size", "with strategy group a number above 0 is")
+        raise weights.unserved("group_size", "with strategy group a number above 0 is")
     symmetric = weights.flag("symmetric", default=True)
     if is_float and not symmetric:
-        raise refuse_format(weights, "symmetric", "with fp8 true is")
+        raise weights.unserved("symmetric", "with fp8 true is")
     return LayerScheme(
         packed=layout == _PACKED,
         levels="fp8" if is_float else "int",
@@ -149,10 +148,10 @@ def _activations(group: Fields, layout: str) -> ActivationScheme | None:
     bits_of(stored, (8,), "num_bits", default=8)
     dynamic = stored.flag("dynamic")
     if layout == _PACKED:
-        raise refuse_format(group, "input_activations", f"with format {layout} null is")
+        raise group.unserved("input_activations", f"with format {layout} null is")
     symmetric = stored.flag("symmetric", default=True)
     if not symmetric and (dynamic or wanted == "float"):
-        raise refuse_format(stored, "symmetric", "dynamic and fp8 activations are symmetric")
+        raise stored.unserved("symmetric", "dynamic and fp8 activations are symmetric")
     require_value(stored, "strategy", ("token", "group") if dynamic else ("tensor",))
     group_size = group_size_of(stored) if stored.raw("strategy") == "group" else None
     return ActivationScheme(
@@ -167,7 +166,7 @@ def _block(weights: Fields) -> tuple[int, int]:
         rows, width = (min(int(str(size)[:9]), 1 << 31) for size in sizes)
         if rows and width:
             return rows, width
-    raise refuse_format(weights, "block_structure", "two sizes, as [128, 128], are")
+    raise weights.unserved("block_structure", "two sizes, as [128, 128], are")
 
 
 def _kind(target: str) -> int:

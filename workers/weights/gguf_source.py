@@ -177,8 +177,8 @@ def _halves(gguf: GGUFFile, keys: GGUFTensor, values: GGUFTensor) -> _LatentHalv
     fits = len(keys.shape) == len(values.shape) == 3
     if not fits or (keys.shape[0], keys.shape[1]) != (values.shape[0], values.shape[2]):
         raise BadCheckpoint(
-            f"{gguf.path}: {keys.name!r} is {keys.shape} and {values.name!r} is {values.shape}: they must be [heads, "
-            "inputs, rows] and [heads, rows, inputs]. Convert the model again with a current llama.cpp"
+            f"{gguf.path}: {keys.name!r} is {keys.shape}, {values.name!r} is {values.shape}: they are no halves "
+            "of one matrix"
         )
     return _LatentHalves(keys, values)
 

@@ -57,8 +57,7 @@ def read_kv_scales(
     for layer, parts in by_layer.items():
         if len(parts) < 2:
             raise BadCheckpoint(
-                f"{path}: layer {layer} has a scale for its {next(iter(parts))}s only: use the checkpoint's original "
-                "files, or give kv_dtype int8, which needs none"
+                f"{path}: layer {layer} has a scale for its {next(iter(parts))}s only: give kv_dtype int8"
             )
     return {layer: (parts["key"], parts["value"]) for layer, parts in by_layer.items()}
 
@@ -70,8 +69,7 @@ def _check_scheme(path: str | Path) -> None:
     kind = scheme.text_or("type", "float"), scheme.integer_or("num_bits", 8)
     if kind != ("float", 8):
         raise UnsupportedModel(
-            f"{scheme.where}: its scales are for keys and values of type {kind[0]!r} in {kind[1]} bits, and kv_dtype "
-            "is fp8: give kv_dtype int8, which needs no scales, or auto",
+            f"{scheme.where}: its scales are for {kind[0]!r} in {kind[1]} bits, kv_dtype is fp8: give int8 or auto",
             param="kv_dtype",
         )
 
@@ -81,12 +79,7 @@ def _read(path: str | Path, source: WeightSource, name: str, num_kv_heads: int) 
 
     scale = source.read(name, 0, slice(None)).to(torch.float32).flatten()
     if scale.numel() not in (1, num_kv_heads):
-        raise BadCheckpoint(
-            f"{path}: tensor {name!r} has {scale.numel()} numbers: it must have 1, or one for each of the "
-            f"{num_kv_heads} key/value heads"
-        )
+        raise BadCheckpoint(f"{path}: tensor {name!r} has {scale.numel()} numbers: it must have 1 or {num_kv_heads}")
     if not bool((scale.isfinite() & (scale >= _LEAST)).all()):
-        raise BadCheckpoint(
-            f"{path}: tensor {name!r} has {scale.tolist()}: a scale must be a finite number of at least 2**-100"
-        )
+        raise BadCheckpoint(f"{path}: tensor {name!r} has {scale.tolist()}: scales must be finite and at least 2**-100")
     return scale.expand(num_kv_heads).contiguous()

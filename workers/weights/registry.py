@@ -67,9 +67,8 @@ def read_format(config: Fields, files: ModelFiles) -> WeightFormat | None:
         method = section.raw("quant_method") or _BESIDE[beside[0]]
     if not isinstance(method, str) or method not in _METHODS:
         raise UnsupportedModel(
-            f"{section.where}: the weights are quantised by quant_method {method!r}, which is not served: "
-            f"served are {', '.join(_METHODS)}, and weights in bfloat16, float16 or float32. Give --model the "
-            "checkpoint that it was made from (its model card names the base model), or write one with transformers: "
+            f"{section.where}: quant_method {method!r} is not served: {', '.join(_METHODS)} and floats are. Give "
+            "--model the checkpoint that it was made from, or write one with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).dequantize().save_pretrained(other_folder)",
             param="quantization_config",
         )

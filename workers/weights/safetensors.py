@@ -110,7 +110,7 @@ def _weight_files(folder: Path) -> list[str]:
     if pickles := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)):
         raise BadCheckpoint(
             f"{folder} holds pickled weights only ({pickles[0]}), which can run code when read: convert them with "
-            "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
+            "transformers' save_pretrained(other_folder)"
         )
     if gguf := sorted(p.name for p in folder.glob("*.gguf")):
         raise BadCheckpoint(f"{folder} holds {gguf[0]} and no *.safetensors: give --model {folder / gguf[0]}")

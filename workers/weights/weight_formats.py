@@ -21,25 +21,17 @@ class WeightFormat:
     settings: Any = None  # its first argument; the second is a `WeightSource`
 
 
-def refuse_format(config: Fields, field: str, served: str, *, fix: str = "") -> UnsupportedModel:
-    """The error for a `field` whose value is not served."""
-    fix = fix or "Give --model a checkpoint in a served format, or the one that it was made from"
-    return UnsupportedModel(
-        f"{config.where}: {field} is {config.raw(field)!r}, which is not served: {served}. {fix}", param=field
-    )
-
-
 def require_value(config: Fields, field: str, served: tuple[object, ...], default: object = None) -> None:
     """Raises UnsupportedModel for a value that is not among the served; null and absence are the default."""
     value = config.raw(field)
     if field in config and value != default and not any(value == each and type(value) is type(each) for each in served):
-        raise refuse_format(config, field, f"it must be {' or '.join(repr(each) for each in served)}")
+        raise config.unserved(field, f"it must be {' or '.join(repr(each) for each in served)}")
 
 
 def bits_of(config: Fields, served: tuple[int, ...], field: str = "bits", default: int | None = None) -> int:
     bits = config.integer(field) if default is None else config.integer_or(field, default)
     if bits not in served:
-        raise refuse_format(config, field, f"codes of {', '.join(map(str, served))} bits are")
+        raise config.unserved(field, f"codes of {', '.join(map(str, served))} bits are")
     return bits
 
 
@@ -69,7 +61,7 @@ def check_pattern(pattern: str, config: Fields) -> None:
     ):
         raise UnsupportedModel(
             f"{config.where}: the pattern {pattern!r} is not served: it may have {_MAX_PATTERN} letters, repeat "
-            f"{_MAX_REPEATS} times, and repeat no group. Write it as several patterns"
+            f"{_MAX_REPEATS} times, and no group"
         )
 
 
@@ -81,11 +73,11 @@ def read_awq(config: Fields) -> WeightFormat:
     bits_of(config, (4,), "bits" if "bits" in config or "w_bit" not in config else "w_bit", default=4)
     layout = "version" if "version" in config else "format"
     if config.text_or(layout, "gemm").lower() != "gemm":
-        raise refuse_format(config, layout, "version 'gemm' is", fix=_AGAIN)
+        raise config.unserved(layout, "version 'gemm' is", fix=_AGAIN)
     if config.text_or("backend", "autoawq") == "llm-awq":
-        raise refuse_format(config, "backend", "checkpoints of AutoAWQ are", fix=_AGAIN)
+        raise config.unserved("backend", "checkpoints of AutoAWQ are", fix=_AGAIN)
     if not config.flag("zero_point", default=True):
-        raise refuse_format(config, "zero_point", "AWQ with zero points is", fix=_AGAIN)
+        raise config.unserved("zero_point", "AWQ with zero points is", fix=_AGAIN)
     size = "q_group_size" if "q_group_size" in config and "group_size" not in config else "group_size"
     group_size = group_size_of(config, size, default=128)
     return WeightFormat(label=f"awq-int4{group_label(group_size)}", encodings="awq:encodings", settings=group_size)
@@ -95,13 +87,13 @@ def read_bitsandbytes(config: Fields) -> WeightFormat:
     """Reads the config. The `settings` of int8 are the threshold of unrounded inputs; None: all are rounded."""
     in_8, in_4 = (config.flag(name) or config.flag(f"_{name}") for name in ("load_in_8bit", "load_in_4bit"))
     if in_8 == in_4:
-        raise refuse_format(config, "load_in_8bit", "one of load_in_8bit and load_in_4bit is true")
+        raise config.unserved("load_in_8bit", "one of load_in_8bit and load_in_4bit is true")
     if in_8:
         threshold = config.number_or("llm_int8_threshold", 6.0, above=-1.0)
         outliers_from = threshold if threshold > 0 else None
         return WeightFormat(label="bitsandbytes-int8", encodings="bitsandbytes:int8_encodings", settings=outliers_from)
     if config.text_or("bnb_4bit_quant_type", "fp4") != "nf4":
-        raise refuse_format(config, "bnb_4bit_quant_type", "'nf4' is")
+        raise config.unserved("bnb_4bit_quant_type", "'nf4' is")
     require_value(config, "bnb_4bit_quant_storage", ("uint8",))
     return WeightFormat(label="bitsandbytes-nf4", encodings="bitsandbytes:nf4_encodings")
 
@@ -124,10 +116,7 @@ def read_fp8(config: Fields) -> WeightFormat:
     if block is not None and not (
         isinstance(block, list) and len(block) == 2 and all(type(size) is int and 0 < size < 1 << 31 for size in block)
     ):
-        raise BadCheckpoint(
-            f"{config.where}: 'weight_block_size' is {block!r}: it must be two sizes, as [128, 128]",
-            param="weight_block_size",
-        )
+        raise config.wrong("weight_block_size", "two sizes, as [128, 128]")
     static = config.text_or("activation_scheme", "dynamic") == "static"
     return WeightFormat(
         label="fp8" if block is None else f"fp8-block{block[0]}x{block[1]}",
@@ -166,7 +155,7 @@ def read_gptq(config: Fields) -> WeightFormat:
     version = config.text_or(layout, "gptq")
     if version not in _ZERO_OFFSETS or config.flag("is_marlin_format"):
         field = layout if version not in _ZERO_OFFSETS else "is_marlin_format"
-        raise refuse_format(config, field, "checkpoint_format 'gptq' and 'gptq_v2' are")
+        raise config.unserved(field, "checkpoint_format 'gptq' and 'gptq_v2' are")
     sizes = GPTQSizes(
         bits=bits_of(config, _GPTQ_BITS),
         group_size=group_size_of(config, default=128),
@@ -229,8 +218,7 @@ def rounded_format(levels: Levels, stored: WeightFormat | None) -> WeightFormat:
     checkpoint."""
     if stored is not None:
         raise Misconfigured(
-            f"worker.quantize is {levels}, and the checkpoint is quantised already ({stored.label}): leave quantize "
-            "out, or give --model the checkpoint of floats that it was made from",
+            f"worker.quantize is {levels}, the checkpoint is quantised already ({stored.label}): leave one out",
             param="quantize",
         )
     return WeightFormat(

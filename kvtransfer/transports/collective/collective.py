@@ -238,10 +238,7 @@ class CollectiveReceiver(_LanesEnd[Arrived | LaneLost, Inbox]):
     def take(self, chunk: Chunk, timeout_s: float) -> torch.Tensor:
         with self._changed:
             if not self._changed.wait_for(lambda: chunk in self._staged, timeout_s):
-                raise TransferFailed(
-                    f"blocks from {chunk.first_block} of ticket {chunk.ticket_id} did not reach rank "
-                    f"{self._transport.rank} within {timeout_s:g} s"
-                )
+                raise TransferFailed(f"{chunk} did not reach rank {self._transport.rank} within {timeout_s:g} s")
             payload = self._pop(chunk)
         if payload is None:
             raise TransferFailed(f"blocks from {chunk.first_block} of ticket {chunk.ticket_id} were cancelled")

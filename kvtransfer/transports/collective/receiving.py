@@ -99,9 +99,7 @@ class Inbox:
             piece = self._piece(parcel, header, stream)
             wire.receive(self._ranks[stream], piece)
             if header.checksum and checksum(piece) != header.checksum:
-                raise PayloadCorrupted(
-                    f"{header.chunk} from {self.lane.peer} is not what was sent: its checksum differs"
-                )
+                raise PayloadCorrupted(f"{header.chunk} from {self.lane.peer} has another checksum than was sent")
             self.lane.moved(piece.nbytes, 0.0)
         with self._changed:
             parcel.num_coming -= 1

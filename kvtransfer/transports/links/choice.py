@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
 
 from kvtransfer.transports.links.gloo import open_collective
 from kvtransfer.transports.links.links import HEADER_TAG, Links, Meeting
@@ -35,22 +34,6 @@ _SHUT = b"\x00"
 
 class TransportRefused(RuntimeError):
     """A transport that is set by name cannot be had. The message names it and the reason."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Verdict:
-    """One rank's findings, and its setting."""
-
-    preference: str
-    why_not: str
-
-    def pack(self) -> bytes:
-        return f"{self.preference} {self.why_not}".encode()
-
-    @classmethod
-    def unpack(cls, packed: bytes) -> _Verdict:
-        preference, _, why_not = packed.decode().partition(" ")
-        return cls(preference=preference, why_not=why_not)
 
 
 def open_links(meeting: Meeting) -> Links:
@@ -134,8 +117,8 @@ def _send_side(meeting: Meeting, why_not: str) -> dict[int, ShmLink]:
 
 
 def _verdicts(meeting: Meeting, why_not: str) -> tuple[list[str], bool]:
+    """Why shared memory is not used, by ranks that cannot have it, and whether a rank insists on it."""
     store, epoch = meeting.store, meeting.epoch
-    verdict = _Verdict(preference=meeting.at.config.transport, why_not=why_not)
-    store.set(f"{epoch}/verdict/{meeting.at.rank}", verdict.pack())
-    verdicts = [_Verdict.unpack(store.get(f"{epoch}/verdict/{rank}")) for rank in range(meeting.at.size)]
-    return [v.why_not for v in verdicts if v.why_not], any(v.preference == "shm" for v in verdicts)
+    store.set(f"{epoch}/verdict/{meeting.at.rank}", f"{meeting.at.config.transport} {why_not}".encode())
+    verdicts = [store.get(f"{epoch}/verdict/{rank}").decode().partition(" ") for rank in range(meeting.at.size)]
+    return [reason for _, _, reason in verdicts if reason], any(preference == "shm" for preference, _, _ in verdicts)

@@ -56,7 +56,7 @@ def open_collective(meeting: Meeting, why: str = "") -> Links:
         transport="gloo" if nccl is None else "nccl",
         flush=lambda timeout: None,
         abort=abort,
-        close=_by_itself if nccl is None else nccl.close,
+        close=(lambda: None) if nccl is None else nccl.close,
         why=why,
     )
 
@@ -65,6 +65,3 @@ def _why_no_nccl(meeting: Meeting) -> str:
     store, epoch = meeting.store, meeting.epoch
     store.set(f"{epoch}/card/{meeting.at.rank}", nccl_card(meeting.at.device))
     return why_no_nccl([store.get(f"{epoch}/card/{rank}").decode() for rank in range(meeting.at.size)])
-
-
-def _by_itself() -> None: ...

@@ -95,9 +95,7 @@ class Ring:
 def _require_sealed(fd: int, num_bytes: int) -> None:
     sealed, length = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
     if sealed & _SEALS != _SEALS or length != num_bytes:
-        raise LinkBroken(
-            f"the peer's memory has {length} bytes of {num_bytes}, or is not sealed against a change of it"
-        )
+        raise LinkBroken(f"the peer's memory has {length} bytes of {num_bytes}, or is not sealed")
 
 
 def _map(fd: int, num_bytes: int) -> torch.Tensor:

@@ -271,9 +271,7 @@ class RendezvousStore(Store):
         connection = socket.create_connection((host, port), answer_s)
         if connection.getsockname() == connection.getpeername():
             connection.close()
-            raise ConnectionRefusedError(
-                f"no server listens at {netloc(host, port)}: the kernel connected the socket to itself"
-            )
+            raise ConnectionRefusedError(f"no server listens at {netloc(host, port)}")
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
@@ -283,9 +281,7 @@ class RendezvousStore(Store):
         try:
             answer = self._receive(rendezvous_key.MAC_BYTES)
         except ConnectionError as error:
-            raise WrongKey(
-                "the rendezvous server closed the connection: it has another key, or is of another version"
-            ) from error
+            raise WrongKey("the rendezvous server closed the connection: it has another key or version") from error
         rendezvous_key.check(key, server_nonce, nonce, answer)
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.errors import BadCheckpoint
 from protos.model_files.fields import Fields
 from protos.model_files.gguf.metadata import GGUFArray
 
@@ -33,10 +34,6 @@ class GGUFFacts:
         return f"blk.0.{name}.bias" in self.tensors
 
 
-def no_fields(facts: GGUFFacts) -> Config:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """`fields` makes what is not the same for every architecture. Keys that `reads` lists may change what the layers
@@ -44,7 +41,7 @@ class Architecture:
 
     served_as: str
     models: str
-    fields: Callable[[GGUFFacts], Config] = no_fields
+    fields: Callable[[GGUFFacts], Config] = lambda facts: {}
     reads: frozenset[str] = field(default_factory=frozenset)
     permuted: bool = False  # rows of queries and keys are in the order in which llama.cpp rotates neighbours
     norm_eps: str = "rms_norm_eps"  # the field of config.json; another one is layer norm's
@@ -99,10 +96,7 @@ def _granite(facts: GGUFFacts) -> Config:
     """0 and absence are no factor. Of Granite 4 a model without rope has this architecture, too."""
     own, key = facts.own, "rope.scaling.finetuned"
     if own.raw(key) is False:
-        raise UnsupportedModel(
-            f"{own.where}.{key} is False: a Granite without positions (NoPE) is not served. Give --model another model",
-            param=key,
-        )
+        raise own.unserved(key, "a Granite without positions (NoPE): give --model another model")
     scales = {name: own.raw(key) or 1.0 for key, name in _GRANITE_SCALES.items()}
     attention = own.raw("attention.scale") or facts.head_dim**-0.5
     return _biases(facts) | scales | {"attention_multiplier": attention}
@@ -129,23 +123,11 @@ def _olmo2(facts: GGUFFacts) -> Config:
     return _windows(facts, 4) | {"architectures": ["Olmo3ForCausalLM"], "rope_parameters": ropes}
 
 
-def _exaone4(facts: GGUFFacts) -> Config:
-    return _windows(facts, 4)
-
-
 def _mistral3(facts: GGUFFacts) -> Config:
     """Ministral 3, and newer files of Mistral Small 3. Yarn's magnitude is 1: `yarn_log_multiplier` has it cancel."""
     rope = facts.rope | ({"attention_factor": 1.0} if facts.rope["rope_type"] == "yarn" else {})
     beta = facts.own.raw("attention.temperature_scale")
     return {"rope_parameters": rope | ({"llama_4_scaling_beta": beta} if beta else {})}
-
-
-def _seed_oss(facts: GGUFFacts) -> Config:
-    return {"attention_bias": facts.biased("attn_q")}
-
-
-def _ernie4_5(facts: GGUFFacts) -> Config:
-    return {"use_bias": facts.biased("attn_q")}
 
 
 def _gemma_scalar(facts: GGUFFacts, largest: int) -> float:
@@ -188,17 +170,8 @@ def _chosen(facts: GGUFFacts) -> Config:
     return {"num_experts_per_tok": facts.own.integer("expert_used_count")}
 
 
-def _qwen2moe(facts: GGUFFacts) -> Config:
-    """The routing weights come from the softmax over all experts."""
-    return _qwen(facts, norm_topk_prob=False, shared="expert_shared_feed_forward_length")
-
-
-def _qwen3moe(facts: GGUFFacts) -> Config:
-    """The routing weights sum to 1."""
-    return _qwen(facts, norm_topk_prob=True, shared=None)
-
-
 def _qwen(facts: GGUFFacts, *, norm_topk_prob: bool, shared: str | None) -> Config:
+    """With `norm_topk_prob` weights sum to 1, else they are the softmax's."""
     own = facts.own
     if not (count := own.integer_or("expert_count", 0, minimum=0)):
         return {"num_experts": 0}
@@ -237,11 +210,7 @@ def _gate(facts: GGUFFacts, served: tuple[int, ...]) -> int:
     gate = facts.own.integer_or(key, 0, minimum=0)
     gate = gate or (_SIGMOID if any("exp_probs_b" in name for name in facts.tensors) else _SOFTMAX)
     if gate not in served:
-        raise UnsupportedModel(
-            f"{facts.own.where}.{key} is {gate}: {' or '.join(map(str, served))} "
-            "(1 softmax, 2 sigmoid) is served. Give --model the Hugging Face checkpoint",
-            param=key,
-        )
+        raise facts.own.unserved(key, f"{' or '.join(map(str, served))} (1 softmax, 2 sigmoid) is", gate)
     return gate
 
 
@@ -299,10 +268,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture(served_as="Qwen2ForCausalLM", models="Qwen2, Qwen2.5"),
     "qwen3": Architecture(served_as="Qwen3ForCausalLM", models="Qwen3"),
     "qwen2moe": Architecture(
-        served_as="Qwen2MoeForCausalLM", models="Qwen2-MoE", fields=_qwen2moe, reads=_EXPERTS,
+        served_as="Qwen2MoeForCausalLM", models="Qwen2-MoE", reads=_EXPERTS,
+        fields=partial(_qwen, norm_topk_prob=False, shared="expert_shared_feed_forward_length"),
     ),
     "qwen3moe": Architecture(
-        served_as="Qwen3MoeForCausalLM", models="Qwen3-MoE", fields=_qwen3moe, reads=_EXPERTS,
+        served_as="Qwen3MoeForCausalLM", models="Qwen3-MoE", reads=_EXPERTS,
+        fields=partial(_qwen, norm_topk_prob=True, shared=None),
     ),
     "gemma2": Architecture(
         served_as="Gemma2ForCausalLM", models="Gemma 2", fields=_gemma2, reads=_WINDOWS | {*_SOFTCAPS},
@@ -343,9 +314,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         reads=frozenset({"attention.scale", *_GRANITE_SCALES}),
     ),
     "olmo2": Architecture(served_as="Olmo2ForCausalLM", models="OLMo 2 and 3", fields=_olmo2, reads=_WINDOWS),
-    "exaone4": Architecture(served_as="Exaone4ForCausalLM", models="EXAONE 4", fields=_exaone4, reads=_WINDOWS),
-    "seed_oss": Architecture(served_as="SeedOssForCausalLM", models="Seed-OSS", fields=_seed_oss),
-    "ernie4_5": Architecture(served_as="Ernie4_5ForCausalLM", models="ERNIE 4.5", fields=_ernie4_5),
+    "exaone4": Architecture(
+        served_as="Exaone4ForCausalLM", models="EXAONE 4", fields=lambda facts: _windows(facts, 4), reads=_WINDOWS,
+    ),
+    "seed_oss": Architecture(
+        served_as="SeedOssForCausalLM", models="Seed-OSS",
+        fields=lambda facts: {"attention_bias": facts.biased("attn_q")},
+    ),
+    "ernie4_5": Architecture(
+        served_as="Ernie4_5ForCausalLM", models="ERNIE 4.5", fields=lambda facts: {"use_bias": facts.biased("attn_q")},
+    ),
     "mistral3": Architecture(
         served_as="Ministral3ForCausalLM", models="Ministral 3, Mistral Small 3", fields=_mistral3, permuted=True,
         reads=frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"}),

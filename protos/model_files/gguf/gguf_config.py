@@ -57,10 +57,7 @@ def config_of(gguf: GGUFFile) -> dict[str, Any]:
     turned = own.integer_or("rope.dimension_count", head_dim)
     _check_heads(own, architecture, head_dim, turned)
     if WINDOW not in architecture.reads and (window := own.integer_or(WINDOW, 0, minimum=0)):
-        raise UnsupportedModel(
-            f"{own.where}.{WINDOW} is {window}, and no key says of which layers: give --model the "
-            "Hugging Face checkpoint"
-        )
+        raise UnsupportedModel(f"{own.where}.{WINDOW} is {window}, and no key says of which layers: give another file")
     num_layers = own.integer("block_count") - own.integer_or("nextn_predict_layers", 0, minimum=0)
     rope, eps = _rope(gguf, own, turned), architecture.norm_eps
     config = {
@@ -142,12 +139,10 @@ def _check_heads(own: Fields, architecture: Architecture, head_dim: int, turned:
     values = own.integer_or("attention.value_length", head_dim)
     if values != head_dim and "attention.value_length" not in architecture.reads:
         raise UnsupportedModel(
-            f"{own.where}.attention.value_length is {values}, keys have {head_dim}: they must be equal"
+            f"{own.where}.attention.value_length is {values}: it must be {head_dim}, as that of keys"
         )
     if turned != head_dim and "rope.dimension_count" not in architecture.reads:
-        raise UnsupportedModel(
-            f"{own.where}.rope.dimension_count is {turned} of {head_dim}: partial rotary embeddings are not supported"
-        )
+        raise UnsupportedModel(f"{own.where}.rope.dimension_count is {turned}: it must be {head_dim}, all of a head")
 
 
 def _rope(gguf: GGUFFile, own: Fields, turned: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.hints import lfs_pointer, unusable
-from protos.model_files.gguf.metadata import Cursor, Metadata
+from protos.model_files.gguf.metadata import DAMAGED, Cursor, Metadata
 from protos.model_files.gguf.types import TENSOR_TYPES, UNSERVED_TYPES, BlockFormat
 from protos.model_files.plain_files import open_plain
 
@@ -58,9 +58,7 @@ class GGUFFile:
             _check_shard(header, number, count)
             for tensor in header.tensors:
                 if tensor.name in self.tensors:
-                    raise BadCheckpoint(
-                        f"{header.path}: tensor {tensor.name!r} is in the model twice: download its shards again"
-                    )
+                    raise BadCheckpoint(f"{header.path}: tensor {tensor.name!r} is in two shards: download them again")
                 self.tensors[tensor.name] = replace(tensor, shard=number)
         self.paths = tuple(header.path for header in headers)
         self._data = [header.data for header in headers]
@@ -108,11 +106,10 @@ class _Header:
             if tensor.start % alignment:
                 raise BadCheckpoint(f"{what} begins at {tensor.start:,}, which is no multiple of {alignment}")
             if start < end:
-                raise BadCheckpoint(f"{what} overlaps {last!r}: the file is damaged, download it again")
+                raise BadCheckpoint(f"{what} overlaps {last!r}: {DAMAGED}")
             if start + tensor.num_bytes > len(self.data):
                 raise BadCheckpoint(
-                    f"{what} takes {tensor.num_bytes:,} bytes from byte {start:,} on, and the file has "
-                    f"{len(self.data):,}: it is truncated, download it again"
+                    f"{what} ends at byte {start + tensor.num_bytes:,} of {len(self.data):,}: {DAMAGED}"
                 )
             last, end = tensor.name, start + tensor.num_bytes
             yield replace(tensor, start=start)
@@ -142,17 +139,13 @@ def _check_version(cursor: Cursor) -> None:
     if version & 0xFFFF == 0:
         raise UnsupportedModel(f"{path} is a big-endian GGUF file: give --model the little-endian one")
     if version not in _VERSIONS:
-        raise UnsupportedModel(
-            f"{path} is GGUF version {version}, versions 2 and 3 are read: convert the model with a current llama.cpp"
-        )
+        raise UnsupportedModel(f"{path} is GGUF version {version}: versions 2 and 3 are read, as llama.cpp writes them")
 
 
 def _counted(cursor: Cursor, what: str) -> int:
     count: int = cursor.unpack("Q", f"the number of {what}")
     if count > _MAX_ENTRIES:
-        raise BadCheckpoint(
-            f"{cursor.path} claims {count:,} {what}, {_MAX_ENTRIES:,} are allowed: it is damaged, download it again"
-        )
+        raise BadCheckpoint(f"{cursor.path} claims {count:,} {what}, {_MAX_ENTRIES:,} are allowed: {DAMAGED}")
     return count
 
 
@@ -167,12 +160,12 @@ def _read_tensor(cursor: Cursor, index: int) -> GGUFTensor:
     if (kind := TENSOR_TYPES.get(number)) is None:
         named = UNSERVED_TYPES.get(number, f"number {number}")
         raise UnsupportedModel(
-            f"{cursor.path}: tensor {name!r} is of type {named}, which is not served: types "
-            f"{', '.join(each.name for each in TENSOR_TYPES.values())} are. Give --model a file such as Q4_K_M or Q8_0"
+            f"{cursor.path}: tensor {name!r} is of type {named}, which is not served: give a file of type "
+            f"{', '.join(each.name for each in TENSOR_TYPES.values())}"
         )
     if not all(shape) or shape[-1] % kind.num_values:
         raise BadCheckpoint(
-            f"{cursor.path}: tensor {name!r} is {shape}: rows of {kind.name} have multiples of {kind.num_values} values"
+            f"{cursor.path}: tensor {name!r} is {shape}: rows of {kind.name} are multiples of {kind.num_values}"
         )
     return GGUFTensor(name=name, format=kind, shape=shape, start=start)
 
@@ -195,8 +188,7 @@ def _num_shards(path: Path, metadata: Metadata) -> int:
         return 1
     if count != named:
         raise BadCheckpoint(
-            f"{path}: split.count is {count!r}, and the name counts {named}: keep the names of shards as they were "
-            "downloaded (NAME-00001-of-0000N.gguf)",
+            f"{path}: split.count is {count!r}, its name says {named}: keep the names NAME-00001-of-0000N.gguf",
             param="split.count",
         )
     return named
@@ -212,7 +204,7 @@ def _other_shards(path: Path, count: int) -> Iterator[Path]:
 def _check_shard(header: _Header, number: int, count: int) -> None:
     if count > 1 and header.metadata.get("split.no") != number:
         raise BadCheckpoint(
-            f"{header.path}: split.no is {header.metadata.get('split.no')!r}, by its name it is {number}: it belongs "
-            "to another model or was renamed",
+            f"{header.path}: split.no is {header.metadata.get('split.no')!r}, by its name {number}: rename it, or "
+            "download it",
             param="split.no",
         )

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.errors import BadCheckpoint
 from protos.hints import listed
 from protos.model_files.fields import Fields
 from protos.model_files.gguf.gguf_config import EMBEDDING
@@ -54,15 +54,13 @@ class GGUFVocabulary:
         fields = Fields(found, f"{gguf.path}: tokenizer.ggml")
         kind = fields.text_or("model", "")
         if kind not in ("gpt2", "llama"):
-            raise UnsupportedModel(
-                f"{fields.where}.model is {kind!r}: gpt2 (byte-level BPE) and llama (SentencePiece) are supported"
-            )
+            raise fields.unserved("model", "gpt2 (byte-level BPE) and llama (SentencePiece) are")
         texts = _unique(fields, _array(fields, "tokens", "string"))
         embedding = gguf.tensors.get(EMBEDDING)
         if embedding is not None and len(texts) > embedding.shape[0]:
             raise BadCheckpoint(
-                f"{fields.where}.tokens has {len(texts):,} entries, {EMBEDDING!r} has {embedding.shape[0]:,} rows: "
-                "download the file again"
+                f"{fields.where}.tokens: {len(texts):,} for {embedding.shape[0]:,} rows of {EMBEDDING!r}: "
+                "download it again"
             )
         types = _array(fields, "token_type", "int32", len(texts)) if "token_type" in fields else []
         types = types or [NORMAL] * len(texts)
@@ -118,9 +116,7 @@ def _array(fields: Fields, key: str, kind: str, count: int | None = None) -> lis
     value = fields.raw(key)
     if not isinstance(value, GGUFArray) or value.kind != kind or (count is not None and value.count < count):
         wanted = f"an array of {kind} values" + (f", one for each of {count:,} tokens" if count is not None else "")
-        raise BadCheckpoint(
-            f"{fields.where}.{key} is {value!r}: it must be {wanted}. Download the file again", param=key
-        )
+        raise fields.wrong(key, wanted)
     return value.values()
 
 
@@ -139,10 +135,7 @@ def _split(fields: Fields) -> Split:
         log.warning("%s.pre is missing: the model's text may be split wrongly; convert it again", fields.where)
         pre = "default"
     if pre not in SPLITS:
-        raise UnsupportedModel(
-            f"{fields.where}.pre is {pre!r}, which is not known: known are {listed(list(SPLITS), len(SPLITS))}. "
-            "Give --model the Hugging Face checkpoint"
-        )
+        raise fields.unserved("pre", f"known are {listed(list(SPLITS), len(SPLITS))}")
     return SPLITS[pre]
 
 

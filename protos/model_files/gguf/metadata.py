@@ -17,6 +17,7 @@ from protos.errors import BadCheckpoint
 
 MAX_STRINGS = 4_000_000
 """In one array: the largest vocabularies have 300,000 tokens and 600,000 merges."""
+DAMAGED = "the file is truncated or damaged, download it again"
 _MAX_NAME_BYTES = 65_535
 _SCALARS = {
     0: ("uint8", "B"), 1: ("int8", "b"), 2: ("uint16", "H"), 3: ("int16", "h"), 4: ("uint32", "I"), 5: ("int32", "i"),
@@ -37,8 +38,7 @@ class Cursor:
         start = self.at
         if num_bytes > len(self.data) - start:
             raise BadCheckpoint(
-                f"{self.path}: {what} takes {num_bytes:,} bytes from byte {start:,} on, and the file has "
-                f"{len(self.data):,}: it is truncated or damaged, download it again"
+                f"{self.path}: {what} takes {num_bytes:,} bytes from {start:,} on, of {len(self.data):,}: {DAMAGED}"
             )
         self.at = start + num_bytes
         return start
@@ -50,10 +50,7 @@ class Cursor:
     def name(self, what: str) -> str:
         length = self.unpack("Q", what)
         if length > _MAX_NAME_BYTES:
-            raise BadCheckpoint(
-                f"{self.path}: {what} has {length:,} bytes, {_MAX_NAME_BYTES:,} are allowed: the file is damaged, "
-                "download it again"
-            )
+            raise BadCheckpoint(f"{self.path}: {what} has {length:,} bytes, {_MAX_NAME_BYTES:,} are allowed: {DAMAGED}")
         return text_at(self.path, self.data, self.skip(length, what), length, what)
 
 
@@ -61,7 +58,7 @@ def text_at(path: Path, data: mmap, start: int, length: int, what: str) -> str:
     try:
         return data[start : start + length].decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadCheckpoint(f"{path}: {what} is not UTF-8 ({error}): the file is damaged, download it again") from error
+        raise BadCheckpoint(f"{path}: {what} is not UTF-8 ({error}): {DAMAGED}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +102,7 @@ class Metadata(Mapping[str, Any]):
         for index in range(num_keys):
             key = cursor.name(f"the name of key {index}")
             if key in self._places:
-                raise BadCheckpoint(
-                    f"{self._path}: key {key!r} is there twice: the file is damaged, download it again", param=key
-                )
+                raise BadCheckpoint(f"{self._path}: key {key!r} is there twice: {DAMAGED}", param=key)
             self._places[key] = _placed(cursor, cursor.unpack("I", f"the type of {key!r}"), key)
 
     def __iter__(self) -> Iterator[str]:
@@ -151,15 +146,13 @@ def _array_start(cursor: Cursor, inner: int, count: int, key: str) -> int:
         raise BadCheckpoint(f"{cursor.path}: {what} is of {kind}: the file is damaged or too new", param=key)
     if count > MAX_STRINGS:
         raise BadCheckpoint(
-            f"{cursor.path}: {what} has {count:,} strings, {MAX_STRINGS:,} are allowed: the file is damaged", param=key
+            f"{cursor.path}: {what} has {count:,} strings of {MAX_STRINGS:,} allowed: {DAMAGED}", param=key
         )
     start, at, data, end = cursor.at, cursor.at, cursor.data, len(cursor.data)
     for index in range(count):
         if at + 8 > end or (length := struct.unpack_from("<Q", data, at)[0]) > end - at - 8:
             raise BadCheckpoint(
-                f"{cursor.path}: string {index:,} of {count:,} in {what} passes the end of the file: it is truncated "
-                "or damaged, download it again",
-                param=key,
+                f"{cursor.path}: string {index:,} of {what} passes the end of the file: {DAMAGED}", param=key
             )
         at += 8 + length
     cursor.at = at

@@ -32,6 +32,7 @@ KIMI = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """The pattern of Kimi K2's tokenization_kimi.py."""
+_WRITE = "Write tokenizer.json with AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers"
 _KIMI_RESERVED = 256  # numbers behind the words, named or not
 
 
@@ -42,10 +43,9 @@ def vocab_tokenizer(
     UnsupportedModel for an unknown class, BadCheckpoint for files that contradict each other."""
     name = str(config.get("tokenizer_class")).removesuffix("Fast")
     if name not in _SPLITS:
+        kind = f"tokenizer_class in tokenizer_config.json is {config.get('tokenizer_class')!r}"
         raise UnsupportedModel(
-            f"{where}: tokenizer_class in tokenizer_config.json is {config.get('tokenizer_class')!r}: with "
-            f"vocab.json and merges.txt, {' and '.join(_SPLITS)} are served. Write tokenizer.json with transformers: "
-            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            f"{where}: {kind}: with vocab.json and merges.txt {' and '.join(_SPLITS)} are served. {_WRITE}"
         )
     pattern, nfc = _SPLITS[name]
     if sorted(vocab.values(), key=repr) != sorted(range(len(vocab)), key=repr):
@@ -88,11 +88,8 @@ def tiktoken_tokenizer(content: str, config: Mapping[str, Any], where: str) -> s
     """tokenizer.json of Kimi's tiktoken.model, with a word and its rank in each line. Raises UnsupportedModel for other
     models, whose pattern is in their code, BadCheckpoint for a damaged file."""
     if config.get("tokenizer_class") != "TikTokenTokenizer":
-        raise UnsupportedModel(
-            f"{where}: tokenizer_class in tokenizer_config.json is {config.get('tokenizer_class')!r}: of "
-            "tiktoken.model TikTokenTokenizer (Kimi) is served, since no file says how others split text. Write "
-            "tokenizer.json with the model's own code"
-        )
+        kind = f"tokenizer_class in tokenizer_config.json is {config.get('tokenizer_class')!r}"
+        raise UnsupportedModel(f"{where}: {kind}: of tiktoken.model TikTokenTokenizer (Kimi) is served. {_WRITE}")
     try:
         lines = [line.split() for line in content.splitlines() if line.strip()]
         by_rank = {int(rank): base64.b64decode(word, validate=True) for word, rank in lines}

@@ -35,9 +35,7 @@ def sentencepiece_tokenizer(content: bytes, config: Mapping[str, Any], added: Ma
         raise BadCheckpoint(f"{where} has {len(texts)} pieces and no unknown one: download it again")
     kind, normalizer = model.trainer.model_type, model.normalizer
     if kind not in (SentencePieceModel.UNIGRAM, SentencePieceModel.BPE):
-        raise UnsupportedModel(
-            f"{where} is a model of kind {SentencePieceModel.Kind.Name(kind)}: BPE and UNIGRAM are served"
-        )
+        raise UnsupportedModel(f"{where} is a {SentencePieceModel.Kind.Name(kind)} model: BPE and UNIGRAM are served")
     tokens = with_added(TokenTable(texts=texts, types=types, where=where), config, added)
     parts = sentencepiece_parts(
         tokens,

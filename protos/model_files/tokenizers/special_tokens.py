@@ -77,9 +77,7 @@ def with_named(tokenizer: str, read: Read, where: str) -> str:
             log.warning("%s: the token %r has no embedding among the model's %d and is left out", where, text, size)
             continue
         if number > following:
-            raise BadCheckpoint(
-                f"{where}: the added token {text!r} is {number}, and there is none with number {following}"
-            )
+            raise BadCheckpoint(f"{where}: the added token {text!r} is {number}, there is none with number {following}")
         ids[text] = number
         state["added_tokens"].append(token | {"id": number})
     state["added_tokens"].sort(key=lambda token: token["id"])

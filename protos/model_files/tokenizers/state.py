@@ -41,7 +41,7 @@ def with_added(tokens: TokenTable, config: Mapping[str, Any], added: Mapping[str
     for index, (text, special) in sorted(found.items()):
         if index > len(texts):
             raise BadCheckpoint(
-                f"{tokens.where}: the added token {text!r} is {index}, and there is none with number {len(texts)}"
+                f"{tokens.where}: the added token {text!r} is {index}, there is none with number {len(texts)}"
             )
         if index == len(texts):
             texts.append(text)
@@ -200,8 +200,7 @@ def _bpe(tokens: TokenTable, merges: list[tuple[str, str]], **options: Any) -> d
     for first, second in merges:
         if first not in words or second not in words or first + second not in words:
             raise BadCheckpoint(
-                f"{tokens.where} has {first!r} + {second!r}, which are no tokens: the file is damaged, download it "
-                "again"
+                f"{tokens.where} has {first!r} + {second!r}, which are no tokens: download the file again"
             )
     plain = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
     model = {"type": "BPE"} | plain | {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False} | options

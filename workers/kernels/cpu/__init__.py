@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from workers.kernels import twins
-from workers.kernels.cpu.native_build import native, native_tiles
+from workers.kernels.cpu.native_build import native, native_tiles, pointers
 from workers.kernels.cpu.norms import ACTIVATIONS, CompiledNorm, rms_kind
 from workers.kernels.cpu.pages import LayerCache
 from workers.kernels.cpu.regions import apart, empty_rows
@@ -48,20 +48,8 @@ def _norm(
         return None
     out = torch.empty(x.shape, dtype=x.dtype)
     num_tokens, num_heads, size = heads.shape
-    kernels.norm(
-        x.data_ptr(),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        num_tokens,
-        heads.stride(0),
-        num_heads * size,
-        num_heads,
-        size,
-        eps,
-        kind,
-        torch.get_num_threads(),
-    )
+    sizes = num_tokens, heads.stride(0), num_heads * size, num_heads, size
+    kernels.norm(*pointers(x, weight, bias, out), *sizes, eps, kind, torch.get_num_threads())
     return out
 
 
@@ -74,20 +62,8 @@ def add_rms_norm(
     num_tokens, size = x_TE.shape
     normed_TE = empty_rows(num_tokens, size, dtype=x_TE.dtype, stride=_stride(size, x_TE.dtype))
     stream_TE = empty_rows(num_tokens, size, dtype=x_TE.dtype)
-    kernels.add_norm(
-        x_TE.data_ptr(),
-        residual_TE.data_ptr(),
-        weight_E.data_ptr(),
-        None,
-        normed_TE.data_ptr(),
-        stream_TE.data_ptr(),
-        num_tokens,
-        size,
-        normed_TE.stride(0),
-        eps,
-        kind,
-        torch.get_num_threads(),
-    )
+    tensors = pointers(x_TE, residual_TE, weight_E, None, normed_TE, stream_TE)
+    kernels.add_norm(*tensors, num_tokens, size, normed_TE.stride(0), eps, kind, torch.get_num_threads())
     return normed_TE, stream_TE
 
 
@@ -108,7 +84,7 @@ def gelu_tanh_mul(gate_up_TF2: torch.Tensor) -> torch.Tensor:
 def _gated(gate_up_TF2: torch.Tensor, compiled: Callable[..., None]) -> torch.Tensor:
     num_tokens, size = gate_up_TF2.shape
     out_TF = torch.empty(num_tokens, size // 2, dtype=gate_up_TF2.dtype)
-    compiled(gate_up_TF2.data_ptr(), out_TF.data_ptr(), num_tokens, size // 2, size // 2, torch.get_num_threads())
+    compiled(*pointers(gate_up_TF2, out_TF), num_tokens, size // 2, size // 2, torch.get_num_threads())
     return out_TF
 
 
@@ -119,7 +95,7 @@ def activate(x_TF: torch.Tensor, activation: str) -> torch.Tensor:
     num_tokens, size = x_TF.shape
     out_TF = empty_rows(num_tokens, size, dtype=x_TF.dtype, stride=_stride(size, x_TF.dtype))
     sizes = num_tokens, size, x_TF.stride(0), out_TF.stride(0)
-    kernels.activate(x_TF.data_ptr(), out_TF.data_ptr(), *sizes, kind, torch.get_num_threads())
+    kernels.activate(*pointers(x_TF, out_TF), *sizes, kind, torch.get_num_threads())
     return out_TF
 
 
@@ -128,23 +104,12 @@ def head_products(x_TNI: torch.Tensor, weight_NIO: torch.Tensor) -> torch.Tensor
     kernels = native(x_TNI.dtype)
     if kernels is None or weight_NIO.dtype != x_TNI.dtype or x_TNI.stride(2) != 1 or not weight_NIO.is_contiguous():
         return twins.head_products(x_TNI, weight_NIO)
-    num_tokens, num_heads, num_inputs = x_TNI.shape
+    num_tokens, num_heads, _ = x_TNI.shape
     num_outputs = weight_NIO.shape[2]
     out_TNO = torch.empty(num_tokens, num_heads, num_outputs, dtype=x_TNI.dtype)
-    kernels.head_products(
-        x_TNI.data_ptr(),
-        weight_NIO.data_ptr(),
-        out_TNO.data_ptr(),
-        num_tokens,
-        num_heads,
-        num_inputs,
-        num_outputs,
-        x_TNI.stride(0),
-        x_TNI.stride(1),
-        num_heads * num_outputs,
-        num_outputs,
-        torch.get_num_threads(),
-    )
+    strides = *x_TNI.stride()[:2], num_heads * num_outputs, num_outputs
+    sizes = *x_TNI.shape, num_outputs, *strides, torch.get_num_threads()
+    kernels.head_products(*pointers(x_TNI, weight_NIO, out_TNO), *sizes)
     return out_TNO
 
 
@@ -171,25 +136,12 @@ def rope_kv_write(
     num_tokens, num_heads, head_dim = q_TND.shape
     turned_TND = empty_heads(q_TND, _stride(num_heads * head_dim, q_TND.dtype))
     kernels.rope_kv_write(
-        q_TND.data_ptr(),
-        k_TKD.data_ptr(),
-        v_TKD.data_ptr(),
-        q_TND.stride(0),
-        k_TKD.stride(0),
-        v_TKD.stride(0),
-        turned_TND.stride(0),
-        cos_TP.data_ptr(),
-        sin_TP.data_ptr(),
-        turned_TND.data_ptr(),
-        ctypes.byref(cache.described()),
-        slots_T.data_ptr(),
-        num_tokens,
-        num_heads,
-        k_TKD.shape[1],
-        head_dim,
-        k_cache.shape[2],
-        torch.get_num_threads(),
-    )
+        *pointers(q_TND, k_TKD, v_TKD),
+        *(part.stride(0) for part in (q_TND, k_TKD, v_TKD, turned_TND)),
+        *pointers(cos_TP, sin_TP, turned_TND),
+        ctypes.byref(cache.described()), slots_T.data_ptr(),
+        num_tokens, num_heads, k_TKD.shape[1], head_dim, k_cache.shape[2], torch.get_num_threads(),
+    )  # fmt: skip
     return turned_TND
 
 

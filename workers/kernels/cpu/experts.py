@@ -14,9 +14,9 @@ from enum import IntEnum
 
 import torch
 
-from workers.kernels.cpu.native_build import address_of, native
-from workers.kernels.cpu.products import PackedProduct, ProductPart, ProductParts, panel_order
-from workers.kernels.cpu.regions import apart, empty_rows, roomy_zeros
+from workers.kernels.cpu.native_build import address_of, native, pointers
+from workers.kernels.cpu.products import PackedProduct, PanelProduct, ProductPart, ProductParts, panel_order, parts_of
+from workers.kernels.cpu.regions import roomy_zeros
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -75,7 +75,7 @@ class _Experts(ctypes.Structure):
     )  # fmt: skip
 
 
-class PackedExperts:
+class PackedExperts(PanelProduct):
     """The feed-forward half of a layer as a `PackedWeight`: [T, E] to [T, E]. `router_RE` is packed, and not kept.
 
     `counts_X` int64 counts the tokens that chose each expert. `experts` has those of this rank, by their ids.
@@ -95,9 +95,8 @@ class PackedExperts:
     ) -> None:
         kernels = native(router_RE.dtype)
         assert kernels is not None
-        self.num_outputs = self._hidden_size = router_RE.shape[1]
-        self._dtype = router_RE.dtype
-        self._function = kernels.multiply_experts
+        self.num_outputs = self._num_inputs = router_RE.shape[1]
+        self._dtype, self._gated, self._multiply = router_RE.dtype, False, kernels.multiply_experts
         self._kept: list[object] = [rule, counts_X, experts, shared]  # the structures hold only their addresses
         table = (_PackedExpert * rule.num_experts)()
         for expert, products in experts.items():
@@ -106,7 +105,7 @@ class PackedExperts:
             router=ctypes.pointer(self._router(router_RE)),
             experts=table,
             rule=self._rule(rule),
-            hidden_size=self._hidden_size,
+            hidden_size=self._num_inputs,
             width=width,
             shared_width=shared_width,
             shared_gated=len(router_RE) > rule.num_experts,
@@ -115,7 +114,7 @@ class PackedExperts:
         )
         if clamped is not None:
             self._table.alpha, self._table.limit = clamped
-        self.depth = self._hidden_size
+        self.depth = self._num_inputs
         if shared is not None:
             self._table.shared = self._expert(shared)
             self.depth = max(self.depth, shared.gate_up.weight.depth)
@@ -123,38 +122,17 @@ class PackedExperts:
 
     def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]:
         assert bias_O is None, "experts have their own biases"
-        part = ProductPart(
-            multiply=address_of(self._function),
-            packed=ctypes.addressof(self._table),
-            num_outputs=self.num_outputs,
-            num_inputs=self.depth,
-        )
-        return [part]
-
-    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        assert x_TI.dtype == self._dtype
-        if x_TI.stride(1) != 1 or self.depth > self._hidden_size:
-            stride = apart(self.depth, self._dtype)
-            padded = empty_rows(len(x_TI), self.depth, dtype=self._dtype, stride=stride)
-            padded[:, : self._hidden_size] = x_TI
-            padded[:, self._hidden_size :] = 0
-            x_TI = padded
-        [part] = self.parts(bias_O)
-        out_TE = empty_rows(len(x_TI), self._hidden_size, dtype=self._dtype)
-        sizes = len(x_TI), x_TI.stride(0), self._hidden_size, torch.get_num_threads()
-        self._function(ctypes.byref(part), x_TI.data_ptr(), out_TE.data_ptr(), *sizes)
-        return out_TE
+        return [self._part(ctypes.addressof(self._table))]
 
     def _router(self, router_RE: torch.Tensor) -> ProductPart:
         kernels = native(router_RE.dtype)
         assert kernels is not None
         group = 4 // router_RE.itemsize
-        depth = -(-self._hidden_size // group) * group
+        depth = -(-self._num_inputs // group) * group
         order = panel_order(len(router_RE))
         packed = roomy_zeros(len(order), depth, dtype=router_RE.dtype)
-        rows = torch.nn.functional.pad(router_RE, (0, depth - self._hidden_size)).contiguous()
-        sizes = len(order), depth, torch.get_num_threads()
-        kernels.pack(rows.data_ptr(), packed.data_ptr(), order.data_ptr(), *sizes)
+        rows = torch.nn.functional.pad(router_RE, (0, depth - self._num_inputs)).contiguous()
+        kernels.pack(*pointers(rows, packed, order), len(order), depth, torch.get_num_threads())
         self._kept.append(packed)
         return ProductPart(
             multiply=address_of(kernels.multiply_router),
@@ -164,20 +142,18 @@ class PackedExperts:
         )
 
     def _rule(self, rule: RouterRule) -> _RoutingRule:
-        bias_X, correction_X = rule.bias_X, rule.correction_X
+        bias, correction = pointers(rule.bias_X, rule.correction_X)
         return _RoutingRule(
             num_experts=rule.num_experts, num_chosen=rule.num_chosen, scoring=rule.scores,
             renormalised=rule.renormalised, num_groups=rule.num_groups, num_chosen_groups=rule.num_chosen_groups,
             by_two=rule.by_two, epsilon=rule.epsilon, factor=rule.factor,
-            bias=None if bias_X is None else bias_X.data_ptr(),
-            correction=None if correction_X is None else correction_X.data_ptr(),
+            bias=bias, correction=correction,
         )  # fmt: skip
 
     def _expert(self, products: ExpertProducts) -> _PackedExpert:
         return _PackedExpert(gate_up=self._product(products.gate_up), down=self._product(products.down))
 
     def _product(self, product: PackedProduct) -> ProductParts:
-        parts = product.weight.parts(product.bias_O)
-        array = (ProductPart * len(parts))(*parts)
-        self._kept.append(array)
-        return ProductParts(parts=array, num_parts=len(parts))
+        parts = parts_of(product)
+        self._kept.append(parts)
+        return ProductParts(parts=parts, num_parts=len(parts))

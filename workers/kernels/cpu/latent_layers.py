@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.kernels.cpu.products import PackedProduct, ProductPart, ProductParts
+from workers.kernels.cpu.native_build import pointers
+from workers.kernels.cpu.products import PackedProduct, Parts, ProductParts, parts_of
 
 _P, _N, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -45,7 +46,7 @@ class PackedLatents:
         first = layers[0]
         self.num_heads, nope_dim, rank = first.keys_NPL.shape
         self.num_values = self.num_heads * first.values_NLP.shape[2]  # that the attention's output is made of
-        parts = [_parts(layer) for layer in layers]
+        parts = [parts_of(layer.query and layer.query[1]) for layer in layers]
         self.query_rank = 0 if first.query is None else len(first.query[0])
         self.query_depth = max((part.num_inputs for row in parts for part in row), default=0)
         query_dim, width = nope_dim + first.rope_dim, rank + first.rope_dim
@@ -67,24 +68,13 @@ def packed_latents(layers: Sequence[LatentWeights | None]) -> PackedLatents | No
     return PackedLatents(latents) if latents else None
 
 
-def _parts(layer: LatentWeights) -> ctypes.Array[ProductPart]:
-    parts = layer.query[1].weight.parts(layer.query[1].bias_O) if layer.query is not None else []
-    return (ProductPart * len(parts))(*parts)
-
-
-def _structure(layer: LatentWeights, parts: ctypes.Array[ProductPart]) -> _LayerLatents:
+def _structure(layer: LatentWeights, parts: Parts) -> _LayerLatents:
     _, nope_dim, rank = layer.keys_NPL.shape
     query_norm = layer.query[0] if layer.query is not None else None
+    tensors = pointers(query_norm, layer.norm_L, layer.keys_NPL, layer.values_NLP)
     return _LayerLatents(
         query=ProductParts(parts=parts, num_parts=len(parts)),
-        query_norm=None if query_norm is None else query_norm.data_ptr(),
-        norm=layer.norm_L.data_ptr(),
-        keys=layer.keys_NPL.data_ptr(),
-        values=layer.values_NLP.data_ptr(),
+        **dict(zip(("query_norm", "norm", "keys", "values"), tensors, strict=True)),
         query_rank=0 if query_norm is None else len(query_norm),
-        rank=rank,
-        rope_dim=layer.rope_dim,
-        nope_dim=nope_dim,
-        value_dim=layer.values_NLP.shape[2],
-        eps=layer.eps,
-    )
+        rank=rank, rope_dim=layer.rope_dim, nope_dim=nope_dim, value_dim=layer.values_NLP.shape[2], eps=layer.eps,
+    )  # fmt: skip

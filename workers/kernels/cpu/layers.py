@@ -14,10 +14,10 @@ from itertools import repeat
 import torch
 
 from workers.kernels.cpu.latent_layers import LatentWeights, packed_latents
-from workers.kernels.cpu.native_build import Native, Tiles, address_of
+from workers.kernels.cpu.native_build import Native, Tiles, address_of, pointers
 from workers.kernels.cpu.norms import CompiledActivation, CompiledNorm
 from workers.kernels.cpu.pages import LayerCache, PagedCache
-from workers.kernels.cpu.products import PackedProduct, ProductPart, ProductParts
+from workers.kernels.cpu.products import PackedProduct, Parts, ProductParts, parts_of
 from workers.kernels.cpu.regions import apart, empty_rows
 
 AllReduce = Callable[[torch.Tensor], object]
@@ -209,7 +209,7 @@ class CompiledLayers:
         if "q_normed" in buffers:
             step.q_normed_stride = buffers["q_normed"].stride(0)
         step.num_threads = torch.get_num_threads()
-        step.query_factors = _address(query_factors_T)
+        step.query_factors = None if query_factors_T is None else query_factors_T.data_ptr()
         step.cos, step.sin = (_addresses(part) for part in zip(*turns, strict=True))
         step.slots = _addresses([group.slots_T for group in rows])
         step.tables = _addresses([group.block_tables_SB for group in rows])
@@ -282,58 +282,35 @@ class CompiledStep:
             self._sums.check()
 
 
-_Parts = ctypes.Array[ProductPart]
-
-
-def _products(weights: LayerWeights) -> tuple[_Parts, _Parts, _Parts, _Parts]:
+def _products(weights: LayerWeights) -> tuple[Parts, Parts, Parts, Parts]:
     """Parts of four products: queries, keys and values; the attention's output; gate and up; down."""
-    qkv, out, gate_up, down = map(_parts, (weights.qkv, weights.out, weights.gate_up, weights.down))
+    qkv, out, gate_up, down = map(parts_of, (weights.qkv, weights.out, weights.gate_up, weights.down))
     return qkv, out, gate_up, down
 
 
-def _parts(product: PackedProduct | None) -> _Parts:
-    parts = product.weight.parts(product.bias_O) if product is not None else []
-    return (ProductPart * len(parts))(*parts)
-
-
 def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (_P * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return (_P * len(tensors))(*pointers(*tensors))
 
 
 def _norm(weights: NormTensors | None) -> _NormWeights:
-    weight, bias = weights or (None, None)
-    return _NormWeights(weight=_address(weight), bias=_address(bias))
+    return _NormWeights(*pointers(*(weights or (None, None))))
 
 
 def _layer(
     weights: LayerWeights,
-    products: Sequence[_Parts],
+    products: Sequence[Parts],
     cache: LayerCache,
     rope: int,
     group: int,
     latents: int | None,
 ) -> _Layer:
-    q_norm, k_norm = weights.head_norms or (None, None)
+    q_norm, k_norm, sinks = pointers(*(weights.head_norms or (None, None)), weights.sinks_N)
     qkv, out, gate_up, down = (ProductParts(parts=parts, num_parts=len(parts)) for parts in products)
     return _Layer(
         attention_norm=_norm(weights.attention_norm),
         attention_after=_norm(weights.attention_after),
-        q_norm=_address(q_norm),
-        k_norm=_address(k_norm),
         mlp_norm=_norm(weights.mlp_norm),
         mlp_after=_norm(weights.mlp_after),
-        sinks=_address(weights.sinks_N),
-        qkv=qkv,
-        out=out,
-        gate_up=gate_up,
-        down=down,
-        cache=cache.described(),
-        window=weights.window or 0,
-        rope=rope,
-        group=group,
-        latents=latents,
-    )
+        q_norm=q_norm, k_norm=k_norm, sinks=sinks, qkv=qkv, out=out, gate_up=gate_up, down=down,
+        cache=cache.described(), window=weights.window or 0, rope=rope, group=group, latents=latents,
+    )  # fmt: skip

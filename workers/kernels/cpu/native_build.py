@@ -109,6 +109,11 @@ def _declared(library: ctypes.CDLL, name: str, arguments: Sequence[type]) -> Cal
     return cast(Callable[..., None], function)
 
 
+def pointers(*tensors: torch.Tensor | None) -> list[int | None]:
+    """The addresses of tensors, which must outlive their use."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
 def address_of(function: Callable[..., None]) -> int:
     """The address of a compiled function, for a C structure."""
     address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]

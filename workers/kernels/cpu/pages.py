@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.kernels.cpu.native_build import pointers
 from workers.kernels.device_kernels import KVScales
 
 _P, _N = ctypes.c_void_p, ctypes.c_int64
@@ -33,14 +34,8 @@ class LayerCache:
 
     def described(self) -> PagedCache:
         """Addresses: the tensors must outlive it. All must be contiguous."""
-        k_scales, v_scales = self.scales or (None, None)
-        return PagedCache(
-            keys=self.keys.data_ptr(),
-            values=self.values.data_ptr(),
-            k_scales=None if k_scales is None else k_scales.data_ptr(),
-            v_scales=None if v_scales is None else v_scales.data_ptr(),
-            kind=_KINDS.get(self.keys.dtype, 0),
-        )
+        tensors = pointers(self.keys, self.values, *(self.scales or (None, None)))
+        return PagedCache(*tensors, _KINDS.get(self.keys.dtype, 0))
 
     @property
     def is_contiguous(self) -> bool:

@@ -85,6 +85,14 @@ class PackedProduct:
     bias_O: torch.Tensor | None = None
 
 
+Parts = ctypes.Array[ProductPart]
+
+
+def parts_of(product: PackedProduct | None) -> Parts:
+    parts = product.weight.parts(product.bias_O) if product is not None else []
+    return (ProductPart * len(parts))(*parts)
+
+
 def can_pack(weight_OI: torch.Tensor) -> bool:
     """Is the weight on the CPU, with compiled code for its dtype?"""
     return weight_OI.device.type == "cpu" and min(weight_OI.shape) > 0 and native(weight_OI.dtype) is not None
@@ -114,6 +122,10 @@ class PanelProduct:
 
     def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]:
         raise NotImplementedError
+
+    def _part(self, packed: int, bias: torch.Tensor | None = None) -> ProductPart:
+        address = None if bias is None else bias.data_ptr()
+        return ProductPart(address_of(self._multiply), packed, address, self.num_outputs, self.depth, self._gated)
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
         """Returns [T, O], or [T, O
@@ -177,15 +189,7 @@ class PackedFloats(PanelProduct):
     def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]:
         if bias_O is not None and bias_O is not self._bias_O:
             self._bias_O, self._packed_bias = bias_O, bias_O.float()[self._order.clamp(min=0)]
-        part = ProductPart(
-            multiply=address_of(self._multiply),
-            packed=self._packed.data_ptr(),
-            bias=None if bias_O is None else self._packed_bias.data_ptr(),
-            num_outputs=self.num_outputs,
-            num_inputs=self.depth,
-            gated=self._gated,
-        )
-        return [part]
+        return [self._part(self._packed.data_ptr(), None if bias_O is None else self._packed_bias)]
 
     def rows(self, rows_T: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, [T, I]. Not of a gated one."""
@@ -236,14 +240,10 @@ def places_of(order: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def panel_order(num_outputs: int, gated: bool = False) -> torch.Tensor:
-    """The output at each place of the panels, -1 at an empty place. If gated, 16 of gate precede their 16 of up."""
-    if not gated:
-        order = torch.full((-(-num_outputs // _PANEL) * _PANEL,), -1)
-        order[:num_outputs] = torch.arange(num_outputs)
-        return order
-    half = num_outputs // 2
-    width = _PANEL // 2
-    columns = torch.arange(-(-half // width) * width).view(-1, 1, width)
-    pairs = torch.cat([columns, columns + half], dim=1)
-    return torch.where(columns < half, pairs, -1).flatten()
+def panel_order(num_outputs: int, gated: bool = False, panel: int = _PANEL) -> torch.Tensor:
+    """The output at each place of the panels, -1 at an empty place. If gated, half a panel of gate precedes its half of
+    up."""
+    num_columns, width = (num_outputs // 2, panel // 2) if gated else (num_outputs, panel)
+    columns = torch.arange(-(-num_columns // width) * width).view(-1, 1, width)
+    outputs = torch.cat([columns, columns + num_columns], dim=1) if gated else columns
+    return torch.where(columns < num_columns, outputs, -1).flatten()

@@ -16,8 +16,8 @@ from enum import IntEnum
 
 import torch
 
-from workers.kernels.cpu.native_build import Native, address_of, native
-from workers.kernels.cpu.products import PanelProduct, ProductPart, places_of
+from workers.kernels.cpu.native_build import Native, native, pointers
+from workers.kernels.cpu.products import PanelProduct, ProductPart, panel_order, places_of
 from workers.kernels.cpu.regions import roomy_zeros
 from workers.quantization.quantised_weight import GroupValues, QuantisedWeight
 
@@ -94,7 +94,7 @@ class PackedQuantised(PanelProduct):
         self.depth = self._num_inputs = weight.num_inputs
         self._dtype, self._gated, self._multiply = dtype, gated, kernels.multiply_quantised
         self._read = kernels.read_quantised
-        order = _order(self.num_outputs, gated)
+        order = panel_order(self.num_outputs, gated, _PANEL)
         self._order = torch.where(order < weight.num_outputs, order, -1)
         self._places_O = places_of(self._order) if gated else torch.empty(0)
         self._kept: list[torch.Tensor] = []  # the structure holds only their addresses
@@ -113,15 +113,7 @@ class PackedQuantised(PanelProduct):
             shift_O = self._shift_O if self._shift_O is not None else 0.0
             self._packed_bias = self._in_order(bias_O.float() + shift_O)
         assert bias_O is not None or self._bias_O is None, "a weight's products all have its bias, or none has"
-        part = ProductPart(
-            multiply=address_of(self._multiply),
-            packed=ctypes.addressof(self._panels),
-            bias=None if self._packed_bias is None else self._packed_bias.data_ptr(),
-            num_outputs=self.num_outputs,
-            num_inputs=self.depth,
-            gated=self._gated,
-        )
-        return [part]
+        return [self._part(ctypes.addressof(self._panels), self._packed_bias)]
 
     def rows(self, rows_T: torch.Tensor) -> torch.Tensor:
         """Rows of the weight, [T, I]: those of `QuantisedWeight.dequantised`. Not of a gated one."""
@@ -171,19 +163,9 @@ class PackedQuantised(PanelProduct):
         num_steps = len(positions.columns) // _STEP
         packed = roomy_zeros(len(self._order), num_steps * _STEP * weight.bits // 8, dtype=torch.uint8)
         codes_OW = weight.codes_OW if weight.codes_OW.stride(1) == 1 else weight.codes_OW.contiguous()
-        kernels.pack_codes(
-            codes_OW.data_ptr(),
-            codes_OW.stride(0),
-            packed.data_ptr(),
-            self._order.data_ptr(),
-            positions.columns.data_ptr(),
-            len(self._order),
-            weight.num_columns,
-            num_steps,
-            weight.bits,
-            by_position,
-            torch.get_num_threads(),
-        )
+        sizes = len(self._order), weight.num_columns, num_steps, weight.bits, by_position, torch.get_num_threads()
+        tensors = pointers(packed, self._order, positions.columns)
+        kernels.pack_codes(codes_OW.data_ptr(), codes_OW.stride(0), *tensors, *sizes)
         return packed
 
     def _numbers(self, numbers: GroupValues, groups: slice, num_groups: int) -> _GroupNumbers:
@@ -264,14 +246,6 @@ class _Positions:
         order_I = torch.arange(weight.num_columns) if weight.order_I is None else weight.order_I
         inputs = torch.where(columns < 0, -1, order_I[columns.long().clamp(min=0)]).int()
         return cls(columns=columns, inputs=inputs, group_steps=group_steps)
-
-
-def _order(num_outputs: int, gated: bool) -> torch.Tensor:
-    """The output at each place of the panels, -1 at an empty one. Gated: 8 of the gate, then their 8 of up."""
-    num_columns, width = (num_outputs // 2, _PANEL // 2) if gated else (num_outputs, _PANEL)
-    column = torch.arange(-(-num_columns // width) * width).view(-1, 1, width)
-    outputs = torch.cat([column, column + num_columns], dim=1) if gated else column
-    return torch.where(column < num_columns, outputs, -1).flatten()
 
 
 def _sums(weight: QuantisedWeight, dtype: torch.dtype) -> _Sums | None:

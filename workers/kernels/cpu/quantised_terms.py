@@ -11,24 +11,24 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.kernels.cpu.native_build import address_of, native
-from workers.kernels.cpu.products import ProductPart, ProductParts
+from workers.kernels.cpu.native_build import native
+from workers.kernels.cpu.products import PanelProduct, ProductPart, ProductParts
 from workers.kernels.cpu.quantised import PackedQuantised
-from workers.kernels.cpu.regions import empty_rows
 from workers.quantization.quantised_weight import QuantisedWeight
 
 
-class PackedTerms:
+class PackedTerms(PanelProduct):
     """y = x (W1 + W2 + ...)^T (+ b). Packs copies of the weights, which have the same outputs. Not gated."""
 
     def __init__(self, weights: Sequence[QuantisedWeight], dtype: torch.dtype, *, padding: int = 0) -> None:
         kernels = native(dtype)
         assert kernels is not None
-        self._dtype, self._multiply = dtype, kernels.multiply_terms
+        self._dtype, self._gated, self._multiply = dtype, False, kernels.multiply_terms
         self._weights = [PackedQuantised(weight, dtype, padding=padding) for weight in weights]
         parts = [part for weight in self._weights for part in weight.parts()]
         self._terms = ProductParts.of(parts)
-        self.num_outputs, self.depth = self._weights[0].num_outputs, self._weights[0].depth
+        self.num_outputs = self._weights[0].num_outputs
+        self.depth = self._num_inputs = self._weights[0].depth
         self._bias_O: torch.Tensor | None = None
         self._packed_bias: torch.Tensor | None = None
 
@@ -39,25 +39,4 @@ class PackedTerms:
     def parts(self, bias_O: torch.Tensor | None = None) -> Sequence[ProductPart]:
         if bias_O is not None and bias_O is not self._bias_O:
             self._bias_O, self._packed_bias = bias_O, bias_O.float().contiguous()
-        part = ProductPart(
-            multiply=address_of(self._multiply),
-            packed=ctypes.addressof(self._terms),
-            bias=None if bias_O is None or self._packed_bias is None else self._packed_bias.data_ptr(),
-            num_outputs=self.num_outputs,
-            num_inputs=self.depth,
-        )
-        return [part]
-
-    def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        assert x_TI.dtype == self._dtype
-        assert x_TI.shape[1] == self.depth
-        if x_TI.stride(1) != 1:
-            x_TI = x_TI.contiguous()
-        [part] = self.parts(bias_O)
-        out_TO = empty_rows(x_TI.shape[0], self.num_outputs, dtype=self._dtype)
-        sizes = x_TI.shape[0], x_TI.stride(0), self.num_outputs, torch.get_num_threads()
-        self._multiply(ctypes.byref(part), x_TI.data_ptr(), out_TO.data_ptr(), *sizes)
-        return out_TO
-
-    def before_gate(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        return self(x_TI, bias_O)
+        return [self._part(ctypes.addressof(self._terms), None if bias_O is None else self._packed_bias)]

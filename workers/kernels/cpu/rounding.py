@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from workers.kernels.cpu.native_build import native
+from workers.kernels.cpu.native_build import native, pointers
 
 
 def can_round(weight_OI: torch.Tensor) -> bool:
@@ -21,15 +21,8 @@ def largest_of_groups(weight_OI: torch.Tensor, group_size: int) -> torch.Tensor:
     assert kernels is not None
     num_outputs, num_inputs = weight_OI.shape
     largest_OG = torch.empty(num_outputs, -(-num_inputs // group_size))
-    kernels.largest(
-        weight_OI.data_ptr(),
-        weight_OI.stride(0),
-        largest_OG.data_ptr(),
-        num_outputs,
-        num_inputs,
-        group_size,
-        torch.get_num_threads(),
-    )
+    sizes = num_outputs, num_inputs, group_size, torch.get_num_threads()
+    kernels.largest(weight_OI.data_ptr(), weight_OI.stride(0), largest_OG.data_ptr(), *sizes)
     return largest_OG
 
 
@@ -43,13 +36,5 @@ def round_rows(
     assert codes_OW.is_contiguous()
     assert bits in (None, 4, 8)
     scale_OG = scale_OG.float().contiguous()
-    kernels.round_rows(
-        weight_OI.data_ptr(),
-        weight_OI.stride(0),
-        scale_OG.data_ptr(),
-        codes_OW.data_ptr(),
-        *weight_OI.shape,
-        group_size,
-        bits or 0,
-        torch.get_num_threads(),
-    )
+    sizes = *weight_OI.shape, group_size, bits or 0, torch.get_num_threads()
+    kernels.round_rows(weight_OI.data_ptr(), weight_OI.stride(0), *pointers(scale_OG, codes_OW), *sizes)

@@ -224,17 +224,13 @@ STARCODER2 = Family(
 )
 
 
-def _cohere2_scales(config: Fields) -> Scales:
-    return Scales(logits=config.number_or("logit_scale", 1.0))
-
-
 COHERE2 = Family(
     name="cohere2",
     architecture="Cohere2ForCausalLM",
     models="Command R7B, Command A",
     windows=windows_by_pattern,
     ropes=rope_where_windowed,
-    scales=_cohere2_scales,
+    scales=lambda config: Scales(logits=config.number_or("logit_scale", 1.0)),
     reads=frozenset({"attention_bias", "logit_scale"}),
     defaults={
         "logit_scale": 0.0625,

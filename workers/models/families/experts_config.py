@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypedDict, cast
 
-from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.fields import Fields
 
 Scoring = Literal["softmax", "sigmoid", "softmax-of-chosen"]
@@ -162,10 +161,10 @@ def _qwen_experts(
     step, dense = config.integer_or("decoder_sparse_step", 1), _layers(config, "mlp_only_layers", num_layers)
     return ExpertsConfig(
         routing=ExpertRouting(**numbers, scoring="softmax", renormalised=config.flag("norm_topk_prob")),
-        width=_width(config, "moe_intermediate_size"),
+        width=config.integer("moe_intermediate_size", maximum=_MAX_WIDTH),
         sparse=tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers)),
         names=ExpertNames(shared="shared_expert"),
-        shared_width=_width(config, "shared_expert_intermediate_size") if shared else 0,
+        shared_width=config.integer("shared_expert_intermediate_size", maximum=_MAX_WIDTH) if shared else 0,
         shared_gated=shared,
     )
 
@@ -191,7 +190,7 @@ def _sigmoid_experts(
 
 
 def _in_every_layer(config: Fields, num_layers: int, routing: ExpertRouting, names: ExpertNames) -> ExpertsConfig:
-    width = _width(config, "intermediate_size")
+    width = config.integer("intermediate_size", maximum=_MAX_WIDTH)
     return ExpertsConfig(routing=routing, width=width, sparse=(True,) * num_layers, names=names)
 
 
@@ -200,13 +199,15 @@ def _with_shared(
 ) -> ExpertsConfig:
     _require(config, "moe_layer_freq", config.integer_or("moe_layer_freq", 1), (1,))
     first = config.integer_or("first_k_dense_replace", first_sparse, minimum=0)
-    width, count = _width(config, "moe_intermediate_size"), config.integer_or("n_shared_experts", num_shared, minimum=0)
+    width = config.integer("moe_intermediate_size", maximum=_MAX_WIDTH)
+    most = _MAX_WIDTH // width
+    count = config.integer_or("n_shared_experts", min(num_shared, most), minimum=0, maximum=most)
     return ExpertsConfig(
         routing=routing,
         width=width,
         sparse=tuple(layer >= first for layer in range(num_layers)),
         names=ExpertNames(),
-        shared_width=_at_most(config, "n_shared_experts", count * width, _MAX_WIDTH),
+        shared_width=count * width,
     )
 
 
@@ -218,15 +219,11 @@ class _Numbers(TypedDict):
 def _numbers(config: Fields, key: str, default: int, chosen: int | None) -> _Numbers:
     """`default` experts if `key` is absent (None: the file must have it); a token chooses `chosen` of them."""
     _require(config, "hidden_act", config.text_or("hidden_act", "silu"), ("silu", "swish"))
-    num_experts = _at_most(config, key, config.integer_or(key, default), _MAX_EXPERTS)
+    num_experts = config.integer_or(key, default, maximum=_MAX_EXPERTS)
     key = "num_experts_per_tok"
     num_chosen = config.integer(key) if chosen is None else config.integer_or(key, chosen)
     if num_chosen > num_experts:
-        raise BadCheckpoint(
-            f"{config.where}: num_experts_per_tok is {num_chosen}, and the model has {num_experts} experts: it must be "
-            "at most as many. Use the checkpoint's original file",
-            param=key,
-        )
+        raise config.wrong(key, f"at most the number of experts, {num_experts}", num_chosen)
     return _Numbers(num_experts=num_experts, num_chosen=num_chosen)
 
 
@@ -242,22 +239,12 @@ def _grouped(
         num_chosen_groups = config.integer_or("topk_group", defaults[1])
     size = num_experts // num_groups
     if num_experts % num_groups or size < smallest:
-        raise BadCheckpoint(
-            f"{config.where}: n_group is {num_groups}: it must divide the {num_experts} experts into groups of at "
-            f"least {smallest}. Use the checkpoint's original file",
-            param="n_group",
+        raise config.wrong(
+            "n_group", f"a divisor of {num_experts} experts, with at least {smallest} in a group", num_groups
         )
     if not -(-num_chosen // size) <= num_chosen_groups <= num_groups:
-        raise BadCheckpoint(
-            f"{config.where}: topk_group is {num_chosen_groups}: it must be at most n_group, {num_groups}, and its "
-            f"groups of {size} experts must hold the {num_chosen} of a token. Use the checkpoint's original file",
-            param="topk_group",
-        )
+        raise config.wrong("topk_group", f"1 to {num_groups} (n_group), with {num_chosen} experts in as many groups")
     return replace(routing, num_groups=num_groups, num_chosen_groups=num_chosen_groups)
-
-
-def _width(config: Fields, key: str) -> int:
-    return _at_most(config, key, config.integer(key), _MAX_WIDTH)
 
 
 def _layers(config: Fields, key: str, num_layers: int) -> frozenset[int]:
@@ -265,21 +252,9 @@ def _layers(config: Fields, key: str, num_layers: int) -> frozenset[int]:
     listed = config.raw(key) or []
     if isinstance(listed, list) and all(type(layer) is int and 0 <= layer < num_layers for layer in listed):
         return frozenset(cast(list[int], listed))
-    raise BadCheckpoint(
-        f"{config.where}: {key!r} is {listed!r}: it must be a list of layers from 0 to {num_layers - 1}", param=key
-    )
-
-
-def _at_most(config: Fields, key: str, value: int, most: int) -> int:
-    if value > most:
-        raise BadCheckpoint(f"{config.where}: {key} makes {value}, it can be {most} at most", param=key)
-    return value
+    raise config.wrong(key, f"a list of layers from 0 to {num_layers - 1}")
 
 
 def _require(config: Fields, key: str, value: object, served: tuple[object, ...]) -> None:
     if value not in served:
-        raise UnsupportedModel(
-            f"{config.where}: {key} is {value!r}, which is not served: it must be "
-            f"{' or '.join(repr(each) for each in served)}. Give --model another checkpoint",
-            param=key,
-        )
+        raise config.unserved(key, f"it must be {' or '.join(map(repr, served))}", value)

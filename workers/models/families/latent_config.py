@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from protos.errors import BadCheckpoint
 from protos.model_files.fields import Fields
 from workers.models.families.traits import Scales
 from workers.models.rope_kinds import rope_fields
@@ -51,19 +50,15 @@ class LatentConfig:
 
 def read_latent(config: Fields) -> LatentConfig:
     """Absent fields are what transformers' DeepSeek configs make them. Raises BadCheckpoint."""
-    rope_dim = _dim(config, "qk_rope_head_dim", 64)
+    rope_dim = config.integer_or("qk_rope_head_dim", 64, maximum=_MAX_DIM)
     if rope_dim % 2:
-        raise BadCheckpoint(
-            f"{config.where}: qk_rope_head_dim is {rope_dim}: it must be even, since rope turns pairs. Use the "
-            "checkpoint's original file",
-            param="qk_rope_head_dim",
-        )
+        raise config.wrong("qk_rope_head_dim", "even, since rope turns pairs")
     return LatentConfig(
-        rank=_dim(config, "kv_lora_rank", 512),
+        rank=config.integer_or("kv_lora_rank", 512, maximum=_MAX_DIM),
         rope_dim=rope_dim,
-        nope_dim=_dim(config, "qk_nope_head_dim", 128),
-        value_dim=_dim(config, "v_head_dim", 128),
-        query_rank=None if config.has_null("q_lora_rank") else _dim(config, "q_lora_rank", 1536),
+        nope_dim=config.integer_or("qk_nope_head_dim", 128, maximum=_MAX_DIM),
+        value_dim=config.integer_or("v_head_dim", 128, maximum=_MAX_DIM),
+        query_rank=config.integer_or("q_lora_rank", None if config.has_null("q_lora_rank") else 1536, maximum=_MAX_DIM),
         interleaved=config.flag("rope_interleave", default=True),
         magnitude=_magnitude(config),
     )
@@ -79,10 +74,3 @@ def _magnitude(config: Fields) -> float:
     kind = scaling.text_or("rope_type", scaling.text_or("type", "default"))
     factor, mscale = scaling.number_or("factor", 1.0), scaling.number_or("mscale_all_dim", 0.0, above=-math.inf)
     return 1.0 if kind == "default" or factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _dim(config: Fields, key: str, default: int) -> int:
-    value = config.integer_or(key, default)
-    if value > _MAX_DIM:
-        raise BadCheckpoint(f"{config.where}: {key} is {value}, it can be {_MAX_DIM} at most", param=key)
-    return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protos.errors import BadCheckpoint
 from protos.model_files.fields import Fields
 from workers.models.families.layer_windows import Windows
 from workers.models.rope_kinds import Rope, read_rope
@@ -37,11 +36,7 @@ def ropes_listed(config: Fields, windows: Windows, sizes: RopeSizes) -> Ropes:
     if listed is None:
         listed = [int((layer + 1) % interval != 0) for layer in range(len(windows))]
     if not isinstance(listed, list) or len(listed) < len(windows) or any(each not in (0, 1) for each in listed):
-        raise BadCheckpoint(
-            f"{config.where}: 'no_rope_layers' is {listed!r}: it must be a list of 0 or 1 for each of {len(windows)} "
-            "layers",
-            param="no_rope_layers",
-        )
+        raise config.wrong("no_rope_layers", f"a list of 0 or 1 for each of {len(windows)} layers")
     return tuple(rope if turns else None for turns, _ in zip(listed, windows, strict=False))
 
 

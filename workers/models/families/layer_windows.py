@@ -11,17 +11,14 @@ Windows = tuple[int | None, ...]
 
 def no_windows(config: Fields, num_layers: int) -> Windows:
     if "sliding_window" in config or "layer_types" in config:
-        raise UnsupportedModel(
-            f"{config.where}: sliding_window and layer_types have no meaning for this family: use the original file",
-            param="sliding_window",
-        )
+        raise config.unserved("sliding_window", "this family has no windows, and no layer_types")
     return (None,) * num_layers
 
 
 def one_window(config: Fields, num_layers: int) -> Windows:
     """Every layer has the same window. An absent field means 4096, an explicit null means none."""
     if "layer_types" in config:
-        raise UnsupportedModel(f"{config.where}: layer_types is not supported for this family", param="layer_types")
+        raise config.unserved("layer_types", "this family has none")
     absent = None if config.has_null("sliding_window") else 4096
     return (config.integer_or("sliding_window", absent),) * num_layers
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from protos.errors import BadCheckpoint, UnsupportedModel
 from protos.model_files.fields import Fields
 from workers.models.families.experts_config import (
     ExpertsConfig,
@@ -90,11 +89,7 @@ def _glm4_moe_lite_experts(config: Fields, num_layers: int) -> ExpertsConfig | N
     if experts is None or not types:
         return experts
     if len(types) != num_layers or set(types) - {"dense", "sparse"}:
-        raise BadCheckpoint(
-            f"{config.where}: mlp_layer_types is {list(types)}: it must have dense or sparse for each of {num_layers} "
-            "layers. Use the checkpoint's original file",
-            param="mlp_layer_types",
-        )
+        raise config.wrong("mlp_layer_types", f"dense or sparse for each of {num_layers} layers")
     return replace(experts, sparse=tuple(kind == "sparse" for kind in types))
 
 
@@ -124,11 +119,7 @@ def _gpt_oss_windows(config: Fields, num_layers: int) -> Windows:
     default = tuple("full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers))
     types, window = config.texts("layer_types") or default, config.integer_or("sliding_window", 128)
     if len(types) != num_layers or set(types) - {"full_attention", "sliding_attention"}:
-        raise BadCheckpoint(
-            f"{config.where}: layer_types is {list(types)}: it must have 'full_attention' or 'sliding_attention' for "
-            f"each of {num_layers} layers",
-            param="layer_types",
-        )
+        raise config.wrong("layer_types", f"full_attention or sliding_attention for each of {num_layers} layers", types)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
@@ -173,10 +164,7 @@ def _minimax_m2_windows(config: Fields, num_layers: int) -> Windows:
     """Returns no windows. `attn_type_list` of published files may name linear attention, as in MiniMax-01."""
     kinds = config.raw("attn_type_list")
     if kinds is not None and kinds != [_FULL] * num_layers:
-        raise UnsupportedModel(
-            f"{config.where}: attn_type_list is {kinds!r}: only {_FULL} for each of {num_layers} layers is served",
-            param="attn_type_list",
-        )
+        raise config.unserved("attn_type_list", f"only {_FULL} for each of {num_layers} layers is")
     return no_windows(config, num_layers)
 
 

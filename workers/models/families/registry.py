@@ -27,8 +27,7 @@ def family_of(config: Fields) -> Family:
     architectures = ", ".join(family.architecture for family in FAMILIES)
     models = ", ".join(family.models for family in FAMILIES)
     raise UnsupportedModel(
-        f"{config.where}: {what} is not supported: known are {architectures} ({models}; for text). Give --model a "
-        "checkpoint of one of these",
+        f"{config.where}: {what} is not supported: known are {architectures} ({models}; for text)",
         param="architectures",
     )
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from protos.errors import UnsupportedModel
 from protos.model_files.fields import Fields
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
@@ -102,7 +101,5 @@ def read_activation(config: Fields, field: str) -> Activation:
     """Absent it is silu. Raises UnsupportedModel for a function that is not known."""
     name = config.text_or(field, "silu")
     if name not in _ACTIVATIONS:
-        raise UnsupportedModel(
-            f"{config.where}: {field} {name!r} is not supported: known are {', '.join(_ACTIVATIONS)}", param=field
-        )
+        raise config.unserved(field, f"known are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]

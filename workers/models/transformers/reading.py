@@ -114,10 +114,7 @@ def _max_position(config: Any, fields: Fields) -> int:
         value = getattr(config, field, None)
         if isinstance(value, int) and value > 0:
             return value
-    raise BadCheckpoint(
-        f"{fields.where} does not say how long a sequence can be: set max_position_embeddings",
-        param="max_position_embeddings",
-    )
+    raise BadCheckpoint(f"{fields.where}: set max_position_embeddings", param="max_position_embeddings")
 
 
 def _has_bias(module: torch.nn.Module) -> bool:
@@ -130,9 +127,7 @@ def _check_heads(name: str, config: TransformersConfig) -> None:
     for call in config.calls:
         if config.num_kv_heads % call.num_kv_heads or call.num_heads % config.num_kv_heads:
             raise refused(
-                name,
-                f"a layer with {call.num_heads} heads and {call.num_kv_heads} key/value heads cannot repeat the latter "
-                f"to the {config.num_kv_heads} of others",
+                name, f"a layer's {call.num_kv_heads} key/value heads cannot become the {config.num_kv_heads} of others"
             )
 
 

@@ -57,9 +57,7 @@ class Tracing:
             raise self._refused("the scale of its attention is a tensor")
         lengths = q_1NTD.shape[2], k_1KTD.shape[2], v_1KTD.shape[2]
         if set(lengths) != {NUM_TOKENS} or q_1NTD.shape[0] != 1:
-            raise self._refused(
-                f"{NUM_TOKENS} tokens give {lengths[0]} queries, {lengths[1]} keys and {lengths[2]} values"
-            )
+            raise self._refused(f"{NUM_TOKENS} tokens give {lengths} queries, keys and values")
         self.modules.append(module)
         self.calls.append(
             AttentionCall(

@@ -90,9 +90,7 @@ class TransformersConfig:
         """Raises Misconfigured for a number of ranks that cannot share the model."""
         if expert_parallel:
             raise Misconfigured(
-                f"worker.expert_parallel is not supported for {self.architecture}, which transformers computes: leave "
-                "it out",
-                param="expert_parallel",
+                f"expert_parallel: transformers computes {self.architecture}: leave it out", param="expert_parallel"
             )
         if self.tp_unit % tp == 0:
             return

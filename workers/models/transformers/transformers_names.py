@@ -104,8 +104,7 @@ class ConvertedSource:
             return one.made(self._model, read)
         except Exception as error:
             raise BadCheckpoint(
-                f"{self._where}: transformers cannot make {one.target!r} of {len(one.names)} tensors, the first is "
-                f"{one.names[0]!r} ({error}): config.json belongs to another checkpoint, or a shard is missing"
+                f"{self._where}: transformers cannot make {one.target!r} of {one.names[0]!r} and others: {error}"
             ) from error
 
     def _quantised(self) -> dict[str, str]:

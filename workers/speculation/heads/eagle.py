@@ -129,8 +129,7 @@ class EagleHead:
         least, most = int(ids_V.min()), int(ids_V.max())
         if not 0 <= least <= most < self._eagle.target.vocab_size:
             raise BadCheckpoint(
-                f"{path}: d2t leads to token {least if least < 0 else most}, the model has tokens 0 to "
-                f"{self._eagle.target.vocab_size - 1}: it belongs to another head"
+                f"{path}: d2t leads to tokens {least} to {most}, the model has {self._eagle.target.vocab_size}"
             )
         self.target_ids_V = ids_V.to(self._context.device)
 

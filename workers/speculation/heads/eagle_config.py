@@ -11,6 +11,7 @@ from workers.models.model_config import ModelConfig, config_of
 from workers.weights.source import WeightSource
 
 LAYER = "layers.0"
+OTHER_HEAD = "choose a head that was trained for this model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +44,11 @@ def read_eagle(path: str, target: ModelConfig, source: WeightSource) -> EagleCon
     is_eagle3 = f"{LAYER}.hidden_norm.weight" in names
     num_layers = len({name.split(".")[1] for name in names if name.startswith("layers.")})
     if num_layers != 1:
-        raise UnsupportedModel(
-            f"{path} has tensors of {num_layers} layers: an EAGLE head has one (midlayer or layers.0)"
-        )
+        raise UnsupportedModel(f"{path} has {num_layers} layers: an EAGLE head has one (midlayer or layers.0)")
     vocab_size = layer.integer_or("vocab_size", target.vocab_size)
     if vocab_size != target.vocab_size:
         raise Misconfigured(
-            f"speculate: the head {path} is for {vocab_size} tokens, the model has {target.vocab_size}: choose a head "
-            "that was trained for this model",
-            param="speculate",
+            f"the head {path} has {vocab_size} tokens, the model {target.vocab_size}: {OTHER_HEAD}", param="speculate"
         )
     own_size = source.describe("lm_head.weight").shape[0] if "lm_head.weight" in names else vocab_size
     model = config_of(
@@ -84,26 +81,22 @@ def _hidden_layers(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
     if not isinstance(layers, list) or len(layers) != 3 or not all(isinstance(layer, int) for layer in layers):
         raise BadCheckpoint(f"{fields.where}: {key} is {layers!r}: it must be a list of 3 layers")
     if not all(0 <= layer <= count for layer in layers):
-        raise BadCheckpoint(
-            f"{fields.where}: {key} is {layers}: the model has {count} layers, name 3 from 0 to {count}"
-        )
+        raise BadCheckpoint(f"{fields.where}: {key} is {layers}: name 3 layers from 0 to {count}")
     return tuple(layers)
 
 
 def _check(path: str, eagle: EagleConfig, names: frozenset[str]) -> None:
     if not eagle.own_embedding and eagle.model.hidden_size != eagle.target.hidden_size:
         raise Misconfigured(
-            f"speculate: the head {path} has hidden_size {eagle.model.hidden_size}, the model "
-            f"{eagle.target.hidden_size}, and the head has no embedding of its own: choose a head that "
-            "was trained for this model",
+            f"the head {path} has no embedding and hidden_size {eagle.model.hidden_size}, the model "
+            f"{eagle.target.hidden_size}: {OTHER_HEAD}",
             param="speculate",
         )
     if eagle.is_eagle3 and "lm_head.weight" not in names:
         raise BadCheckpoint(f"{path} lacks 'lm_head.weight': an EAGLE-3 head has a head of its own")
     if eagle.is_eagle3 and not eagle.maps_ids and eagle.model.vocab_size != eagle.target.vocab_size:
         raise BadCheckpoint(
-            f"{path} lacks 'd2t', which maps its {eagle.model.vocab_size} tokens to the model's "
-            f"{eagle.target.vocab_size}"
+            f"{path} lacks 'd2t': it has {eagle.model.vocab_size} tokens, the model {eagle.target.vocab_size}"
         )
 
 

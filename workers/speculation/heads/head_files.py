@@ -44,8 +44,8 @@ def open_head(path: str, rename: Callable[[str], str], *, framework: str = "pt")
         pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
         if pickles:
             raise BadCheckpoint(
-                f"{folder} holds pickled weights only ({pickles[0]}), which can run code when read: find a copy in "
-                "safetensors, or write one with safetensors.torch.save_file where you trust the file"
+                f"{folder} holds pickled weights only ({pickles[0]}), which can run code when read: find or write "
+                "a copy in safetensors"
             )
         raise BadCheckpoint(f"{folder} holds no *.safetensors: give the folder of a head's checkpoint")
     tensors: dict[str, Any] = {}

@@ -14,13 +14,14 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
+from protos.errors import BadCheckpoint, Misconfigured
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from workers.models.decoder import Decoder
 from workers.models.layers.linear_layers import ColumnParallel
 from workers.parallel.group import Solo
 from workers.speculation.heads.draft_head import fill_head
+from workers.speculation.heads.eagle_config import OTHER_HEAD
 from workers.speculation.heads.head_files import open_head
 from workers.weights.encoding import LayerContext, Projection
 from workers.weights.registry import encodings_of
@@ -35,10 +36,8 @@ def load_medusa(path: str, target: Decoder) -> MedusaHeads:
     fields = Fields.of_file(open_model(path), "config.json")
     for name in _LOSSY:
         if fields.raw(name):
-            raise UnsupportedModel(
-                f"{fields.where}: {name} asks for typical acceptance, which changes answers: drafts are accepted here "
-                "only if they match. Remove the field",
-                param=name,
+            raise fields.unserved(
+                name, "drafts that match are accepted, typical ones would change answers", fix="Remove the field"
             )
     num_layers = fields.integer_or("medusa_num_layers", 1)
     with open_head(path, lambda name: name.removeprefix("medusa_head.")) as source:
@@ -47,8 +46,7 @@ def load_medusa(path: str, target: Decoder) -> MedusaHeads:
         stored = min(num_heads, len(numbers))
         if stored < num_heads and stored:
             raise BadCheckpoint(
-                f"{fields.where}: medusa_num_heads is {num_heads}, and there are tensors of {stored} heads: a file is "
-                "missing, or give the number that there is"
+                f"{fields.where}: medusa_num_heads is {num_heads}, and there are tensors of {stored} heads"
             )
         if not stored or not all(str(number) in numbers for number in range(stored)):
             raise BadCheckpoint(f"{path} has no tensors of Medusa heads, as '0.0.linear.weight' and '0.1.weight'")
@@ -57,8 +55,7 @@ def load_medusa(path: str, target: Decoder) -> MedusaHeads:
         wanted = (target.config.vocab_size, target.config.hidden_size)
         if shape is not None and shape != wanted:
             raise Misconfigured(
-                f"speculate: the heads in {path} are {shape}, tokens by hidden size; the model is {wanted}: choose "
-                "heads that were trained for this model",
+                f"the heads in {path} are {shape}, tokens by hidden size, the model is {wanted}: {OTHER_HEAD}",
                 param="speculate",
             )
         context = replace(target.context, parallel=Solo(), encodings=encodings_of(None, source))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from kvtransfer.reshard import rank_block_bytes
@@ -54,35 +52,20 @@ class DraftCache:
         return self._config.max_num_seqs * self._scratch_pages
 
 
-class Drafting(Protocol):
+class Drafting:
     """One rank's part of a proposer that computes with a model. It is an object of operations that all ranks do
     (`workers.parallel.operations.DraftOperations`)."""
 
-    @property
-    def cache(self) -> DraftCache | None:
-        """The proposer's own KV on this rank, or None."""
-        ...
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs the proposer reads; none if it reads only tokens."""
-        ...
-
-    @property
-    def kv_head(self) -> KVHead | None:
-        """The KV that moves with the model's to other workers and to the host, or None."""
-        ...
-
-    def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None: ...
+    cache: DraftCache | None = None  # the proposer's own KV on this rank
+    hidden_layers: tuple[int, ...] = ()  # of the target, whose inputs the proposer reads
+    kv_head: KVHead | None = None  # KV that goes with the model's to other workers and to the host
+    storage: KVStorage | None = None
+    hidden: HiddenStates[torch.Tensor] | None = None
 
     def make_storage(self, num_pages: int) -> None:
         """Makes the proposer's KV cache for a pool of so many pages. Raises torch's own error if memory runs out."""
-        ...
-
-    @property
-    def storage(self) -> KVStorage | None: ...
 
     def proposer(self, leader: Leader, headless: set[int]) -> Proposer:
         """On rank 0, once there is storage: the proposer, whose computation all ranks do. `headless` as in
         `BlockPool`."""
-        ...
+        raise NotImplementedError

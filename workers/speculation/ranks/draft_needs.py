@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from protos.errors import BadCheckpoint, Misconfigured, UnsupportedModel
+from protos.errors import BadCheckpoint, Misconfigured
 from protos.model_files.opening import open_model
 from protos.values import ITEM_BYTES
 from workers.models.interface import ServedConfig
@@ -39,10 +39,11 @@ def needs_of(config: WorkerConfig, target: ServedConfig, dtype: str) -> DraftNee
     mode = SpeculateMode.of(config.speculate)
     if not mode.is_by_model:
         return DraftNeeds()
-    _check_path(config.speculate, mode)
     try:
+        if mode.path and not Path(mode.path).exists():
+            raise BadCheckpoint(f"there is no {mode.path}: give the folder of a draft model or head")
         return _needs(mode, config, target, dtype)
-    except (BadCheckpoint, UnsupportedModel) as error:
+    except Misconfigured as error:
         raise type(error)(f"worker.speculate is {config.speculate}: {error.message}", param=_SETTING) from error
 
 
@@ -51,12 +52,11 @@ def _needs(mode: SpeculateMode, config: WorkerConfig, target: ServedConfig, dtyp
         return _of_draft_model(config, target, mode.path)
     if not isinstance(target, ModelConfig):
         raise Misconfigured(
-            f"worker.speculate is {mode.kind}: heads read hidden states, and a decoder of transformers "
-            f"({target.family}) shows none: choose a draft model (model:PATH), ngram or suffix",
-            param=_SETTING,
+            f"a decoder of transformers ({target.family}) shows no hidden states: choose model:PATH, ngram or suffix"
         )
     if mode.kind == "mtp":
-        check_mtp(config.model, target)
+        if not target.num_mtp_layers:
+            raise Misconfigured(f"{config.model} has no layers for multi-token prediction: choose other drafts")
         layout = layout_of(target, "auto", block_size=config.block_size, dtype=dtype, tp=config.tp)
         return DraftNeeds(
             weight_bytes=mtp_bytes(config.model, target, dtype), block_bytes=layout.block_bytes // target.num_layers
@@ -76,18 +76,8 @@ def check_fits(config: WorkerConfig, needs: DraftNeeds, free_bytes: int) -> None
     num_bytes = needs.weight_bytes // config.tp
     if num_bytes > free_bytes:
         raise Misconfigured(
-            f"worker.speculate is {config.speculate}: its weights take {num_bytes / 2**30:.2f} GiB on each rank, "
-            f"{free_bytes / 2**30:.2f} GiB are free beside the model: choose a smaller one, or raise tp",
-            param=_SETTING,
-        )
-
-
-def check_mtp(path: str | Path, target: ModelConfig) -> None:
-    """Raises Misconfigured if the checkpoint has no layer for multi-token prediction."""
-    if not target.num_mtp_layers:
-        raise Misconfigured(
-            f"worker.speculate is mtp, and {path} has no layers for multi-token prediction (num_nextn_predict_layers): "
-            "choose another kind of drafts",
+            f"speculate is {config.speculate}: its weights take {num_bytes / 2**30:.2f} GiB on each rank, "
+            f"{free_bytes / 2**30:.2f} GiB are free: choose a smaller one, or raise tp",
             param=_SETTING,
         )
 
@@ -95,16 +85,6 @@ def check_mtp(path: str | Path, target: ModelConfig) -> None:
 def draft_dtype(config: WorkerConfig, model: ServedConfig) -> str:
     """In which a draft model computes."""
     return "float32" if "float32" in (config.dtype, model.dtype) and config.dtype != "bfloat16" else "bfloat16"
-
-
-def _check_path(given: str, mode: SpeculateMode) -> None:
-    what = "draft model" if mode.kind == "model" else "head"
-    if mode.path and not Path(mode.path).exists():
-        raise BadCheckpoint(
-            f"worker.speculate is {given}, and there is no {mode.path} on this machine: give the folder of a {what}, "
-            f"as --speculate {mode.kind}:/models/{what.replace(' ', '-')}",
-            param=_SETTING,
-        )
 
 
 def _of_draft_model(config: WorkerConfig, target: ServedConfig, path: str) -> DraftNeeds:
@@ -133,8 +113,7 @@ def check_same_vocabulary(
     if theirs is None or ours is None:
         if draft.vocab_size != target.vocab_size:
             raise Misconfigured(
-                f"speculate: the draft model {draft_path} has {draft.vocab_size} tokens, {target_path} has "
-                f"{target.vocab_size}: {_CHOOSE}",
+                f"{draft_path} has {draft.vocab_size} tokens, {target_path} has {target.vocab_size}: {_CHOOSE}",
                 param=_SETTING,
             )
         return
@@ -142,8 +121,8 @@ def check_same_vocabulary(
     for token_id in sorted(each for each in theirs.keys() | ours.keys() if each < shared):
         if theirs.get(token_id) != ours.get(token_id):
             raise Misconfigured(
-                f"speculate: token {token_id} is {theirs.get(token_id)!r} for the draft model {draft_path} and "
-                f"{ours.get(token_id)!r} for {target_path}: {_CHOOSE}",
+                f"token {token_id} is {theirs.get(token_id)!r} for {draft_path}, {ours.get(token_id)!r} for the "
+                f"model: {_CHOOSE}",
                 param=_SETTING,
             )
 
@@ -162,6 +141,4 @@ def _tokens(path: str | Path) -> dict[int, str] | None:
             return {int(number): token for token, number in vocab.items() if number not in added}
         return {number: each[0] for number, each in enumerate(vocab or ()) if number not in added}
     except (ValueError, RecursionError, TypeError, AttributeError, LookupError) as error:
-        raise BadCheckpoint(
-            f"speculate: tokenizer.json of {path} cannot be read ({type(error).__name__}: {error}): download it again"
-        ) from error
+        raise BadCheckpoint(f"tokenizer.json of {path} cannot be read ({error!r}): download it again") from error

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 
-import torch
-
 from workers.attention.registry import attention_for
 from workers.batch import Batch, StepOutput
 from workers.free_memory import free_ram_bytes
@@ -20,7 +18,7 @@ from workers.speculation.heads.eagle import load_eagle
 from workers.speculation.heads.head_files import digest_of
 from workers.speculation.heads.medusa import load_medusa
 from workers.speculation.heads.mtp import load_mtp
-from workers.speculation.proposer import HiddenStates, Proposer
+from workers.speculation.proposer import Proposer
 from workers.speculation.proposers.draft_model_proposer import DraftModelProposer
 from workers.speculation.ranks.draft_cache import DraftCache, Drafting
 from workers.speculation.ranks.draft_needs import check_fits, draft_dtype, needs_of
@@ -31,7 +29,7 @@ from workers.worker_config import WorkerConfig
 log = logging.getLogger("baton.worker")
 
 
-class ServedDraftModel:
+class ServedDraftModel(Drafting):
     """Loads the checkpoint `path`, which `workers.speculation.ranks.draft_needs` has checked. Raises BadCheckpoint or
     UnsupportedModel."""
 
@@ -41,7 +39,7 @@ class ServedDraftModel:
         model = read_served(path)
         dtype = draft_dtype(config, model)
         layout = layout_of(model, "auto", block_size=config.block_size, dtype=dtype, tp=config.tp)
-        self.cache = DraftCache(layout, config, device)
+        self.cache: DraftCache = DraftCache(layout, config, device)
         self._block_size = config.block_size
         self._vocab_size = min(model.vocab_size, target.vocab_size)
         self._max_len = model.max_model_len
@@ -56,18 +54,6 @@ class ServedDraftModel:
         )
         self._runner: TorchRunner | None = None
         log.info("drafts of next tokens come from %s: %s", path, self._decoder.stored_as)
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def kv_head(self) -> None: ...
-
-    @property
-    def storage(self) -> None: ...
-
-    def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None: ...
 
     def make_storage(self, num_pages: int) -> None:
         storage = self.cache.make(num_pages)

@@ -13,23 +13,22 @@ from workers.attention.backend import AttentionBackend
 from workers.attention.registry import attention_for
 from workers.batch import Batch, RowOutput, Sample, StepOutput
 from workers.kernels.this_device import to_device
-from workers.kv.kv_storage import KVStorage
 from workers.parallel.ranks import Leader
 from workers.runner.inputs import model_inputs
 from workers.runner.packed_batch import pack
 from workers.sampling.sampler import sample
 from workers.speculation.heads.draft_head import DraftHead
 from workers.speculation.heads.medusa import MedusaHeads
-from workers.speculation.proposer import HiddenStates, Proposer
+from workers.speculation.proposer import Proposer
 from workers.speculation.proposers.head_proposer import HeadProposer
 from workers.speculation.proposers.medusa_proposer import MedusaProposer
-from workers.speculation.ranks.draft_cache import DraftCache
+from workers.speculation.ranks.draft_cache import DraftCache, Drafting
 from workers.worker_config import WorkerConfig
 
 _NONE = -1
 
 
-class HeadDrafting:
+class HeadDrafting(Drafting):
     """`name` is that of the proposer, `identity` names the head's files. Entries of a head stand in the rows of its
     batches: a row's token is the one after the entry's position, a row's sample chooses the draft after that."""
 
@@ -37,43 +36,31 @@ class HeadDrafting:
         self, name: str, head: DraftHead, config: WorkerConfig, device: str, vocab_size: int, identity: str
     ) -> None:
         self._name, self._head, self._device = name, head, device
-        self._identity = identity
         self._block_size = config.block_size
-        self.cache = DraftCache(head.kv_layout(config.block_size), config, device)
-        self.storage: KVStorage | None = None
+        self.hidden_layers = head.hidden_layers
+        self.cache: DraftCache = DraftCache(head.kv_layout(config.block_size), config, device)
+        (group,) = self.cache.layout.groups
+        self.kv_head = KVHead(name=identity, num_layers=len(group.layers), parts=group.parts)
         self._vocab_size = vocab_size
         self._attention: AttentionBackend | None = None
-        self._hidden: HiddenStates[torch.Tensor] | None = None
         self._places: dict[str, int] = {}
         self._features_RE = torch.zeros(0)
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return self._head.hidden_layers
 
     def make_storage(self, num_pages: int) -> None:
         self.storage = self.cache.make(num_pages)
         self._attention = attention_for(self.storage)
 
-    @property
-    def kv_head(self) -> KVHead:
-        (group,) = self.cache.layout.groups
-        return KVHead(name=self._identity, num_layers=len(group.layers), parts=group.parts)
-
-    def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None:
-        self._hidden = hidden
-
     @torch.inference_mode()
     def head_computed(self, batch: Batch, first_hidden: tuple[int, ...]) -> StepOutput:
         """Makes entries of positions that the target's last step computed; a row's begin at `first_hidden` there."""
-        assert self._hidden is not None, "the head reads the hidden states of no runner"
+        assert self.hidden is not None, "the head reads the hidden states of no runner"
         places = [
             first + place
             for first, row in zip(first_hidden, batch.rows, strict=True)
             for place in range(row.num_tokens)
         ]
         places_T = to_device(np.array(places), self._device)
-        return self._run(batch, self._head.features(self._hidden, places_T))
+        return self._run(batch, self._head.features(self.hidden, places_T))
 
     @torch.inference_mode()
     def head_next(self, batch: Batch) -> StepOutput:
@@ -101,33 +88,20 @@ class HeadDrafting:
         )
 
 
-class MedusaDrafting:
+class MedusaDrafting(Drafting):
     """They keep nothing: each draft comes from one hidden state."""
-
-    cache = None
-    kv_head = None
-    storage = None
 
     def __init__(self, heads: MedusaHeads, device: str, vocab_size: int) -> None:
         self._heads, self._device, self._vocab_size = heads, device, vocab_size
-        self._hidden: HiddenStates[torch.Tensor] | None = None
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return self._heads.hidden_layers
-
-    def make_storage(self, num_pages: int) -> None: ...
-
-    def read_from(self, hidden: HiddenStates[torch.Tensor]) -> None:
-        self._hidden = hidden
+        self.hidden_layers = heads.hidden_layers
 
     @torch.inference_mode()
     def medusa(self, places: tuple[int, ...], samples: tuple[tuple[Sample, ...], ...]) -> tuple[tuple[int, ...], ...]:
         """Each head drafts a token for every sequence, from its hidden state at `places` of the last step, with the
         head's `samples`."""
-        assert self._hidden is not None, "the heads read the hidden states of no runner"
+        assert self.hidden is not None, "the heads read the hidden states of no runner"
         (layer,) = self.hidden_layers
-        hidden_RE = self._hidden.at(layer).index_select(0, to_device(np.array(places), self._device))
+        hidden_RE = self.hidden.at(layer).index_select(0, to_device(np.array(places), self._device))
         logits = self._heads.logits(hidden_RE, len(samples))
         drawn = [
             drafted_ids(one_RV, of_head, None, self._vocab_size)

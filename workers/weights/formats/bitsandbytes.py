@@ -56,8 +56,7 @@ class NF4Weight:
         self._per_row = num_blocks // total_outputs
         if not self._per_row or num_blocks % total_outputs or total_inputs % self._per_row or total_inputs % 2:
             raise UnsupportedModel(
-                f"tensor '{stored.projection.name}.weight.absmax' has {num_blocks} blocks for {total_outputs} rows of "
-                f"{total_inputs} inputs, which is not served: each row must have whole blocks"
+                f"tensor '{stored.projection.name}.weight.absmax' has {num_blocks} blocks: rows must have whole blocks"
             )
         self._block = total_inputs // self._per_row
         width = packed_bytes(total_inputs, 4)
@@ -118,13 +117,9 @@ class NF4Weight:
             raise BadCheckpoint(f"{where} is not the JSON that bitsandbytes writes ({error!r})") from None
         wanted = "nf4", self._block, [self.stored.projection.total, self.stored.share.total_inputs]
         if shape_fields != wanted:
-            raise BadCheckpoint(
-                f"{where} has (type, block, shape) {shape_fields}, the tensors beside it make it {wanted}"
-            )
+            raise BadCheckpoint(f"{where} has (type, block, shape) {shape_fields}, its tensors make it {wanted}")
         if self._nested is not None:
             num_blocks = self.stored.projection.total * self._per_row
             size = nested[1] if isinstance(nested, tuple) else 0
             if size < 1 or -(-num_blocks // size) != len(self._nested[1]):
-                raise BadCheckpoint(
-                    f"{where} has nested blocks of {size}, for {num_blocks} blocks: the file is damaged"
-                )
+                raise BadCheckpoint(f"{where} has nested blocks of {size}, for {num_blocks} blocks")

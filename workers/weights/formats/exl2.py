@@ -94,8 +94,7 @@ class EXL2Weight:
         inputs = sum((end - start) * 32 // bits for bits, start, end in sizes) if fine else 0
         if not fine or sizes[0][1] or inputs != self.stored.share.total_inputs:
             raise BadCheckpoint(
-                f"{where} has groups that do not make up {self.stored.share.total_inputs} inputs of "
-                f"{', '.join(map(str, _BITS))} bits: the file is damaged"
+                f"{where} must make up {self.stored.share.total_inputs} inputs of {', '.join(map(str, _BITS))} bits"
             )
 
 

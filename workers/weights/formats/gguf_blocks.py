@@ -27,26 +27,6 @@ def weight_of_blocks(kind: str, stored_OW: torch.Tensor) -> QuantisedWeight:
     return _CONVERTERS[kind](blocks_OBN)
 
 
-def _q4_0(blocks: torch.Tensor) -> QuantisedWeight:
-    return _plain(4, _nibbles(blocks[..., 2:]), blocks, zero=8)
-
-
-def _q4_1(blocks: torch.Tensor) -> QuantisedWeight:
-    return _plain(4, _nibbles(blocks[..., 4:]), blocks, minimum=True)
-
-
-def _q5_0(blocks: torch.Tensor) -> QuantisedWeight:
-    return _plain(5, _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6]), blocks, zero=16)
-
-
-def _q5_1(blocks: torch.Tensor) -> QuantisedWeight:
-    return _plain(5, _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8]), blocks, minimum=True)
-
-
-def _q8_0(blocks: torch.Tensor) -> QuantisedWeight:
-    return _plain(8, blocks[..., 2:] ^ 0x80, blocks, zero=128)  # from two's complement
-
-
 def _q2_k(blocks: torch.Tensor) -> QuantisedWeight:
     factors, places = blocks[..., :16], _halves(blocks[..., 80:])
     codes = _shifted(torch.unflatten(blocks[..., 16:80], -1, (2, 1, 32)), (0, 2, 4, 6)) & 3
@@ -84,10 +64,6 @@ def _q6_k(blocks: torch.Tensor) -> QuantisedWeight:
     return _blocked(6, codes, 16, zero=32, scale=(_halves(blocks[..., 208:])[0], factors))
 
 
-def _iq4_nl(blocks: torch.Tensor) -> QuantisedWeight:
-    return _plain(4, _nibbles(blocks[..., 2:]), blocks, table=_NONLINEAR)
-
-
 def _iq4_xs(blocks: torch.Tensor) -> QuantisedWeight:
     two = _shifted(blocks[..., 2:4].unsqueeze(-1), (0, 2, 4, 6), dim=-1).flatten(-2) & 3
     four = _shifted(blocks[..., 4:8].unsqueeze(-1), (0, 4), dim=-1).flatten(-2) & 15
@@ -96,13 +72,15 @@ def _iq4_xs(blocks: torch.Tensor) -> QuantisedWeight:
     return _blocked(4, codes, 32, table=_NONLINEAR, scale=(_halves(blocks[..., :2])[0], factors))
 
 
-def _mxfp4(blocks: torch.Tensor) -> QuantisedWeight:
-    return mxfp4_weight(pack_bits(_nibbles(blocks[..., 1:]).flatten(1), 4), blocks[..., 0])
-
-
 _CONVERTERS: Mapping[str, Callable[[torch.Tensor], QuantisedWeight]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
+    "Q4_0": lambda blocks: _plain(4, _nibbles(blocks[..., 2:]), blocks, zero=8),
+    "Q4_1": lambda blocks: _plain(4, _nibbles(blocks[..., 4:]), blocks, minimum=True),
+    "Q5_0": lambda blocks: _plain(5, _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6]), blocks, zero=16),
+    "Q5_1": lambda blocks: _plain(5, _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8]), blocks, minimum=True),
+    "Q8_0": lambda blocks: _plain(8, blocks[..., 2:] ^ 0x80, blocks, zero=128),  # from two's complement
+    "IQ4_NL": lambda blocks: _plain(4, _nibbles(blocks[..., 2:]), blocks, table=_NONLINEAR),
+    "MXFP4": lambda blocks: mxfp4_weight(pack_bits(_nibbles(blocks[..., 1:]).flatten(1), 4), blocks[..., 0]),
+    "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_XS": _iq4_xs,
 }  # fmt: skip
 QUANTISED = frozenset(_CONVERTERS)
 

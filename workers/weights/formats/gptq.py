@@ -69,6 +69,6 @@ class GPTQWeight:
         bits = self._sizes.bits
         if self._sizes.zero_offset and bool((self._stored_zeros(words) == 2**bits - 1).any()):
             raise UnsupportedModel(
-                f"{where} has zero points whose {bits} bits are all ones: version 1 of GPTQ's format does not say "
-                "whether that is 0 or 2**bits. Quantise the model again with checkpoint_format 'gptq_v2'"
+                f"{where} has zero points whose {bits} bits are all ones, 0 or 2**bits: quantise the model again "
+                "with checkpoint_format 'gptq_v2'"
             )

@@ -34,10 +34,7 @@ class MXFP4Weight:
         self.stored = stored
         share, total = stored.share, stored.share.total_inputs
         if total % _BLOCK:
-            raise UnsupportedModel(
-                f"{stored.projection.name}: MXFP4 needs a multiple of {_BLOCK} inputs, and config.json gives "
-                f"{total}: give --model the checkpoint with weights in bfloat16"
-            )
+            raise UnsupportedModel(f"{stored.projection.name} has {total} inputs: MXFP4 needs a multiple of {_BLOCK}")
         end = share.first_input + share.num_inputs
         self._blocks = range(share.first_input // _BLOCK, -(-end // _BLOCK))
         shape = stored.projection.total, total // _BLOCK

@@ -94,8 +94,7 @@ class StoredTensors:
             least, largest = (int(edge) for edge in groups_I.aminmax())
             if largest >= num_groups or (least < 0 and (least, largest) != (-1, -1)):
                 raise BadCheckpoint(
-                    f"{where} has groups {least} to {largest}, and scales of {num_groups} groups are stored: the file "
-                    "is damaged, or group_size belongs to another checkpoint"
+                    f"{where} has groups {least} to {largest}, and scales of {num_groups} groups are stored"
                 )
 
         if suffix not in self:
