@@ -287,5 +287,5 @@ def test_a_layer_is_attended_by_the_tables_of_its_group(name: str) -> None:
 
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(Misconfigured, match="there is no attention backend 'flash': choose one of cpu"):
+    with pytest.raises(Misconfigured, match="'flash': choose one of cpu"):
         attention_for(Filled(Case.random(0), torch.float32).storage, "flash")

@@ -31,6 +31,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return make
 
 
+@pytest.fixture(scope="session")
+def target(checkpoint: Checkpoint) -> Path:
+    """The model for which heads and draft models draft."""
+    return checkpoint("llama")[0]
+
+
 def random_tokens(count: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = torch.randint(3, VOCAB_SIZE, (count,), generator=generator).tolist()

@@ -52,7 +52,7 @@ def test_a_small_cache_lowers_the_longest_sequence_unless_it_is_set(
     [record] = caplog.records
     assert record.getMessage() == "max_model_len is lowered from 256 to 64: more does not fit the KV cache"
     assert record.name == "baton.worker", "other loggers do not reach the cluster's log"
-    with pytest.raises(Misconfigured, match="max_model_len is 65, the KV cache holds 64 tokens"):
+    with pytest.raises(Misconfigured, match="max_model_len = 65: the KV cache holds 64"):
         open_one(folder, num_blocks=4, max_model_len=65)
 
 

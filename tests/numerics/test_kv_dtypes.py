@@ -195,9 +195,9 @@ def test_each_rank_takes_the_scales_of_its_heads(checkpoint: Checkpoint, tmp_pat
 @pytest.mark.parametrize(
     ("scales", "reason"),
     [
-        ({"k_scale": 0.0, "v_scale": 1.0}, "self_attn.k_scale.* a scale must be"),
-        ({"k_scale": 1e-40, "v_scale": 1.0}, "self_attn.k_scale.* a scale must be"),
-        ({"k_scale": [1.0, 1.0, 1.0], "v_scale": 1.0}, "has 3 numbers: it must have 1, or one for each of the 2"),
+        ({"k_scale": 0.0, "v_scale": 1.0}, "self_attn.k_scale"),
+        ({"k_scale": 1e-40, "v_scale": 1.0}, "self_attn.k_scale"),
+        ({"k_scale": [1.0, 1.0, 1.0], "v_scale": 1.0}, "has 3 numbers"),
         ({"k_scale": 1.0}, "layer 1 has a scale for its keys only"),
     ],
 )
@@ -216,12 +216,12 @@ def test_scales_that_cannot_be_are_refused(
 def test_integer_scales_are_not_read_as_fp8_scales(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, _ = checkpoint("llama")
     into = with_scales(folder, tmp_path / "int8", {}, {"type": "int", "num_bits": 8})
-    with pytest.raises(UnsupportedModel, match="keys and values of type 'int' in 8 bits, and kv_dtype is fp8: give"):
+    with pytest.raises(UnsupportedModel, match="'int' in 8 bits"):
         read_kv_scales(into, num_layers=2, num_kv_heads=2, heads=range(2))
 
 
 def test_fp8_is_refused_for_keys_with_a_bias(checkpoint: Checkpoint) -> None:
     folder, _ = checkpoint("qwen2")
-    with pytest.raises(Misconfigured, match="kv_dtype is fp8, and the key projections of this qwen2 model have biases"):
+    with pytest.raises(Misconfigured, match="kv_dtype is fp8"):
         check_feasible(make_config({"model": str(folder), "worker": {"kv_dtype": "fp8"}}))
     open_rank(WorkerConfig(model=str(folder), kv_dtype="int8", num_blocks=20), Solo())

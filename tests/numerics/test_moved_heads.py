@@ -11,7 +11,6 @@ import torch
 
 from protos.values import SamplingParams
 from tests.numerics import head_twins
-from tests.numerics.checkpoints import make_checkpoint
 from tests.numerics.engines import answer, colocated
 from tests.numerics.moving import disaggregated, handed_over, moved, pulled, two
 from workers.kernels.cpu.native_build import native
@@ -21,12 +20,8 @@ pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ co
 PROMPT = list(range(3, 42))
 PARAMS = SamplingParams(temperature=0.7, seed=5, max_tokens=30, ignore_eos=True)
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    make_checkpoint("llama", folder)
-    return folder
+Alone = tuple[list[int], dict[int, tuple[int, ...]]]
+"""The tokens of a colocated engine, and its drafts by the length that they follow."""
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +55,7 @@ class Drafts:
 
 
 @pytest.fixture(scope="module")
-def alone(target: Path, head: str) -> tuple[list[int], dict[int, tuple[int, ...]]]:
-    """The tokens of a colocated engine, and its drafts."""
+def alone(target: Path, head: str) -> Alone:
     with colocated(config(target, head)) as engine:
         drafts = Drafts(engine)
         (output,) = answer(engine, [PROMPT], PARAMS)
@@ -69,31 +63,19 @@ def alone(target: Path, head: str) -> tuple[list[int], dict[int, tuple[int, ...]
     return output.token_ids, drafts.after
 
 
+@pytest.mark.parametrize("block_size", [4, 8])
 def test_a_decode_worker_drafts_as_if_it_had_computed_the_prompt(
-    target: Path, head: str, alone: tuple[list[int], dict[int, tuple[int, ...]]]
+    target: Path, head: str, alone: Alone, block_size: int
 ) -> None:
     tokens, expected = alone
-    with disaggregated(config(target, head), config(target, head)) as (first, then):
+    with disaggregated(config(target, head, block_size=block_size), config(target, head)) as (first, then):
         drafts = Drafts(then.engine)
         assert handed_over(first, then, PROMPT, PARAMS) == tokens
     assert drafts.after == {length: ids for length, ids in expected.items() if length in drafts.after}
     assert len(drafts.after) >= len(expected) - 1, "the first draft of a colocated engine follows its first token"
 
 
-def test_blocks_of_another_size_bring_the_heads_part_too(
-    target: Path, head: str, alone: tuple[list[int], dict[int, tuple[int, ...]]]
-) -> None:
-    tokens, expected = alone
-    with disaggregated(config(target, head, block_size=8), config(target, head)) as (first, then):
-        drafts = Drafts(then.engine)
-        assert handed_over(first, then, PROMPT, PARAMS) == tokens
-    assert drafts.after == {length: ids for length, ids in expected.items() if length in drafts.after}
-    assert len(drafts.after) >= len(expected) - 1, "the first draft of a colocated engine follows its first token"
-
-
-def test_a_sequence_that_moves_keeps_its_drafts(
-    target: Path, head: str, alone: tuple[list[int], dict[int, tuple[int, ...]]]
-) -> None:
+def test_a_sequence_that_moves_keeps_its_drafts(target: Path, head: str, alone: Alone) -> None:
     tokens, expected = alone
     with two(config(target, head)) as (old, new):
         drafts = Drafts(new.engine)
@@ -102,9 +84,7 @@ def test_a_sequence_that_moves_keeps_its_drafts(
     assert drafts.after == {length: ids for length, ids in expected.items() if length in drafts.after}
 
 
-def test_a_pulled_prefix_brings_the_heads_part(
-    target: Path, head: str, alone: tuple[list[int], dict[int, tuple[int, ...]]]
-) -> None:
+def test_a_pulled_prefix_brings_the_heads_part(target: Path, head: str, alone: Alone) -> None:
     tokens, expected = alone
     with two(config(target, head)) as (old, new):
         drafts = Drafts(new.engine)
@@ -114,9 +94,7 @@ def test_a_pulled_prefix_brings_the_heads_part(
     assert drafts.after == expected
 
 
-def test_the_host_tier_keeps_the_kv_of_draft_heads(
-    target: Path, head: str, alone: tuple[list[int], dict[int, tuple[int, ...]]]
-) -> None:
+def test_the_host_tier_keeps_the_kv_of_draft_heads(target: Path, head: str, alone: Alone) -> None:
     tokens, expected = alone
     small = config(target, head, num_blocks=20, host_kv_gib=0.001)
     with colocated(small) as engine:
@@ -130,9 +108,7 @@ def test_the_host_tier_keeps_the_kv_of_draft_heads(
     assert drafts.after == expected
 
 
-def test_a_request_without_drafts_leaves_its_entries_to_the_next(
-    target: Path, head: str, alone: tuple[list[int], dict[int, tuple[int, ...]]]
-) -> None:
+def test_a_request_without_drafts_leaves_its_entries_to_the_next(target: Path, head: str, alone: Alone) -> None:
     from msgspec.structs import replace
 
     from protos.values import SpeculationParams
@@ -148,9 +124,7 @@ def test_a_request_without_drafts_leaves_its_entries_to_the_next(
     assert drafts.after == expected
 
 
-def test_blocks_of_a_worker_without_the_head_are_left_out(
-    target: Path, head: str, alone: tuple[list[int], dict[int, tuple[int, ...]]]
-) -> None:
+def test_blocks_of_a_worker_without_the_head_are_left_out(target: Path, head: str, alone: Alone) -> None:
     """The head begins behind them, and no answer changes; the next prompt that begins with them knows as well."""
     tokens, _ = alone
     with disaggregated(config(target), config(target, head)) as (first, then):
@@ -164,9 +138,7 @@ def test_blocks_of_a_worker_without_the_head_are_left_out(
         assert speculation.counts.num_drafted > num_drafted
 
 
-def test_blocks_without_movable_head_kv_are_left_out(
-    target: Path, head: str, alone: tuple[list[int], dict[int, tuple[int, ...]]]
-) -> None:
+def test_blocks_without_movable_head_kv_are_left_out(target: Path, head: str, alone: Alone) -> None:
     """Ranks cannot cut this head's heads as the model's: layouts name no head then."""
     tokens, _ = alone
     with disaggregated(config(target), config(target)) as (first, then):

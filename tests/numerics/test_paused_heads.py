@@ -11,12 +11,12 @@ import torch
 from protos.values import GenerateRequest, SamplingParams
 from tests.numerics.engines import answer, colocated
 from tests.numerics.moving import disaggregated, handed_over, moved, pulled, two
-from tests.numerics.test_moved_heads import PARAMS, PROMPT, Drafts, config, head, target
+from tests.numerics.test_moved_heads import PARAMS, PROMPT, Drafts, config, head
 from workers.engine.engine import Engine
 from workers.kernels.cpu.native_build import native
 
 pytestmark = pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler")
-__all__ = ["head", "target"]
+__all__ = ["head"]
 
 
 @pytest.fixture(scope="module")

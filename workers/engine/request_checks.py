@@ -39,7 +39,7 @@ def check_length(request: GenerateRequest, limit: int) -> None:
     num_tokens = len(request.prompt_ids) + num_given
     if num_tokens + (max_tokens > 0) > limit:
         raise ContextLengthExceeded(
-            f"the prompt has {num_tokens} tokens: at most {limit} are for prompt and answer", param="prompt"
+            f"the prompt has {num_tokens} tokens: at most {limit - 1} fit, {limit} with the answer", param="prompt"
         )
 
 

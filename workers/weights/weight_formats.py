@@ -53,7 +53,9 @@ def check_pattern(pattern: str, config: Fields) -> None:
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise BadCheckpoint(f"{config.where}: {pattern!r} is no regular expression ({error})") from None
+        raise BadCheckpoint(
+            f"{config.where}: {pattern!r} is no regular expression ({error})", param="pattern"
+        ) from None
     if (
         re.search(r"\)[*+{]", pattern)
         or len(re.findall("[*+{]", pattern)) > _MAX_REPEATS
@@ -61,7 +63,8 @@ def check_pattern(pattern: str, config: Fields) -> None:
     ):
         raise UnsupportedModel(
             f"{config.where}: the pattern {pattern!r} is not served: it may have {_MAX_PATTERN} letters, repeat "
-            f"{_MAX_REPEATS} times, and no group"
+            f"{_MAX_REPEATS} times, and no group",
+            param="pattern",
         )
 
 

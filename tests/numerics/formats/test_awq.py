@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from protos.errors import BadCheckpoint, UnsupportedModel
 from tests.numerics.formats.awq_encoder import awq
 from tests.numerics.formats.served import assert_served, write_quantised
 from workers.models.model_config import read_config
@@ -45,21 +44,3 @@ def test_the_older_config_file_is_read(tmp_path: Path) -> None:
     weight_format = read_config(tmp_path).weight_format
     assert weight_format is not None
     assert weight_format.label == "awq-int4-g32"
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"version": "gemv"}, r"config\.json: quantization_config: version is 'gemv'.*Quantise the model again"),
-        ({"version": "gemv_fast"}, "version is 'gemv_fast'"),
-        ({"version": "marlin"}, "version is 'marlin'"),
-        ({"backend": "llm-awq"}, "backend is 'llm-awq'"),
-        ({"zero_point": False}, "zero_point is False"),
-        ({"bits": 8}, "bits is 8"),
-        ({"group_size": -2}, "'group_size' is -2"),
-    ],
-)
-def test_unserved_options_are_named(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
-    write_quantised("llama", tmp_path, lambda name, weight: None, CONFIG | changes)
-    with pytest.raises((UnsupportedModel, BadCheckpoint), match=named):
-        read_config(tmp_path)

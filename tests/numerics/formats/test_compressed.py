@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from protos.errors import BadCheckpoint, UnsupportedModel
+from protos.errors import BadCheckpoint
 from tests.numerics.formats.byte_encoder import in_bytes, round_inputs, rounded
 from tests.numerics.formats.compressed_encoder import config_of, floats, integers, packed
 from tests.numerics.formats.served import assert_near, assert_served, dequantised_weight, matrix_of, write_quantised
@@ -143,33 +143,6 @@ def test_targets_and_ignored_layers_may_be_names_or_patterns(tmp_path: Path) -> 
     weight_format = read_config(tmp_path).weight_format
     assert weight_format is not None
     assert weight_format.label == "compressed-tensors-int4-g32-mixed"
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (config_of("nvfp4-pack-quantized", floats("tensor_group", num_bits=4)), "format is 'nvfp4-pack-quantized'"),
-        (config_of("marlin-24", integers(4, "group", 128)), r"quantization_config: format is 'marlin-24'"),
-        (config_of("mxfp4-pack-quantized", floats("group", num_bits=4)), "format is 'mxfp4-pack-quantized'"),
-        (config_of(PACKED, integers(5, "channel")), "num_bits is 5"),
-        (config_of(PACKED, integers(4, "block")), "strategy is 'block'"),
-        (config_of(PACKED, integers(4, "group", 0)), "'group_size' is 0"),
-        (config_of(PACKED, integers(4, "group", 32), BY_TOKEN), "input_activations is"),
-        (config_of(INT, integers(4, "channel")), "num_bits is 4"),
-        (config_of(INT, integers(8, "channel"), BY_TOKEN | {"symmetric": False}), "symmetric is False"),
-        (config_of(INT, integers(8, "channel"), BY_TOKEN | {"strategy": "tensor"}), "strategy is 'tensor'"),
-        (config_of(FLOAT, floats("block", block_structure=[0, 128])), r"block_structure is \[0, 128\]"),
-        (config_of(FLOAT, integers(8, "channel")), "type is 'int'"),
-        (config_of(PACKED, integers(4, "group", 32), sparsity_config={"format": "sparse-24"}), "sparsity_config"),
-        (config_of(PACKED, integers(4, "group", 32), transform_config={"config_groups": {"a": 1}}), "transform_config"),
-        (config_of(PACKED, integers(4, "group", 32), ignore=["re:(a*)*"]), "the pattern"),
-        (config_of(PACKED, integers(4, "group", 32), config_groups={}), "config_groups is {}"),
-    ],
-)  # fmt: skip
-def test_unserved_options_are_named(config: dict[str, Any], named: str, tmp_path: Path) -> None:
-    write_quantised("llama", tmp_path, lambda name, weight: None, config)
-    with pytest.raises((UnsupportedModel, BadCheckpoint), match=named):
-        read_config(tmp_path)
 
 
 def test_a_shape_that_contradicts_the_config_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from protos.model_files.folder import FolderFiles
 from tests.numerics.formats.gptq_encoder import gptq, gptq_config
 from tests.numerics.formats.served import Encoded, assert_served, write_quantised
 from workers.models.loader import load_model
-from workers.models.model_config import read_config
 
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 
@@ -68,28 +67,6 @@ def test_a_config_beside_config_json_is_read(tmp_path: Path) -> None:
     assert FolderFiles(tmp_path).fingerprint() != before
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"bits": 5}, r"config\.json: quantization_config: bits is 5.*2, 3, 4, 8"),
-        ({"checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin'.*'gptq' and 'gptq_v2'"),
-        ({"format": "gptq_p"}, r"format is 'gptq_p'"),
-        ({"is_marlin_format": True}, "is_marlin_format is True"),
-        ({"dynamic": {"(a+)+$": {}}}, "may have 512 letters"),
-        ({"dynamic": {"[": {}}}, "no regular expression"),
-        ({"dynamic": {"x": {"bits": 6}}}, "bits is 6"),
-        ({"group_size": 0}, "'group_size' is 0"),
-        ({"bits": "four"}, "'bits' is 'four'"),
-    ],
-)
-def test_unserved_options_are_named_before_a_weight_is_read(
-    changes: dict[str, Any], named: str, tmp_path: Path
-) -> None:
-    write_quantised("llama", tmp_path, gptq(), gptq_config(**changes))
-    with pytest.raises((UnsupportedModel, BadCheckpoint), match=named):
-        read_config(tmp_path)
-
-
 @pytest.mark.parametrize("tp_part", [slice(None), slice(0, 4)])
 def test_zeros_of_all_ones_are_refused_by_name(tp_part: slice, tmp_path: Path) -> None:
     write_quantised("llama", tmp_path, gptq(), gptq_config())
@@ -133,7 +110,7 @@ def test_sizes_that_contradict_the_config_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"config\.json makes it"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1 << 40}))
-    with pytest.raises(BadCheckpoint, match=f"num_hidden_layers is {1 << 40}, it can be 4096 at most"):
+    with pytest.raises(BadCheckpoint, match=f"'num_hidden_layers' is {1 << 40}.* 4096"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4096}))
     with pytest.raises(BadCheckpoint, match=r"fewer than the 4096 layers in config\.json"):

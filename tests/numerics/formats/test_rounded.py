@@ -80,7 +80,7 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path / "float", **SHAPE)
     recipe = QuantiseRecipe(method="rtn", bits=4, group_size=64)
     quantise(tmp_path / "float", tmp_path / "out", recipe, [], lambda *_: None)
-    with pytest.raises(Misconfigured, match="quantize is int8, and the checkpoint is quantised already"):
+    with pytest.raises(Misconfigured, match="quantize is int8"):
         read_config(tmp_path / "out", "int8")
 
 

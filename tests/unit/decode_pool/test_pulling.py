@@ -373,7 +373,7 @@ def test_a_ticket_is_shared_once() -> None:
     pool.post.holding = True
     pool.exchange.max_staged_bytes = BLOCK_BYTES
     pool.share(ticket)
-    with pytest.raises(InvalidRequest, match="being served already"):
+    with pytest.raises(InvalidRequest, match="being served"):
         pool.share(ticket)
     pool.new.engine.abort(["r/pull"])
     pool.finish()

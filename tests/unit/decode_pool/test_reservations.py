@@ -139,14 +139,14 @@ def test_nonsense_is_refused_by_name(changes: dict[str, object], param: str) -> 
 
 
 def test_too_long_a_prompt_is_refused() -> None:
-    with pytest.raises(ContextLengthExceeded, match="at most 24"):
+    with pytest.raises(ContextLengthExceeded, match="24"):
         Pair(decode_blocks=6).reserve("r", prompt(25))
 
 
 def test_a_reservation_is_all_or_nothing() -> None:
     pair = Pair(decode_blocks=10)
     pair.reserve("first", prompt(20))
-    with pytest.raises(Overloaded, match=r"d0 has 5 free.*6 are needed") as error:
+    with pytest.raises(Overloaded, match=r"d0 has 5 free.* 6") as error:
         pair.reserve("r", prompt(24))
     assert error.value.retry_after_s == TransferConfig().retry_after_s
     pair.check()

@@ -198,7 +198,7 @@ def test_a_newer_generation_fences_the_older(ledger: Ledger) -> None:
     assert land(ledger, chunk(0, generation=2)) == (20,)
     assert ledger.state("r1", 1) is None
     assert ledger.abort("r1", "late", generation=1) is None
-    with pytest.raises(TransferFailed, match="at generation 2: generation 1 came too late"):
+    with pytest.raises(TransferFailed, match="at generation 2: 1 came too late"):
         ledger.renew("r1", 1, 1.0)
 
 

@@ -83,37 +83,33 @@ def test_the_scale_is_pefts(folder: Path, fields: dict[str, Any], module: str, s
 
 
 @pytest.mark.parametrize(
-    ("fields", "match"),
+    "fields",
     [
-        ({"use_dora": True}, r"adapter_config\.json: 'use_dora' is True.*merge"),
-        ({"modules_to_save": ["lm_head"]}, r"'modules_to_save' is \['lm_head'\].*merge"),
-        ({"bias": "all"}, "'bias' is 'all': only 'none'"),
-        ({"peft_type": "LOHA"}, "'peft_type' is 'LOHA': only 'LORA'"),
-        ({"task_type": "SEQ_CLS"}, "'task_type' is 'SEQ_CLS': only 'CAUSAL_LM'"),
-        ({"r": 513}, "more than 512"),
-        ({"rank_pattern": {"q_proj": 513}}, "more than 512"),
-        ({"init_lora_weights": "pissa_niter_4"}, "'init_lora_weights' is 'pissa_niter_4'.*path_initial_model"),
-        ({"lora_alpha": "8"}, "'lora_alpha' is '8': it must be a number"),
-        ({"r": 0}, "'r' is 0: it must be a whole number from 1"),
-        ({"alpha_pattern": {"(": 1}}, r"'alpha_pattern': .* regular expression"),
-        ({"rank_pattern": {r"((\w|\.)+)+!": 4}}, r"'rank_pattern': .* simpler"),
-        ({"alpha_pattern": {r"((\w|\.)+)+!": 4}}, r"'alpha_pattern': .* simpler"),
-        ({"lora_alpha": 10**400}, "'lora_alpha' is 1000"),
-        ({"fan_in_fan_out": True}, "'fan_in_fan_out' is True"),
-        ({"r": 3}, r"lora_A\.weight' is \(4, 8\), the model and adapter_config\.json make it \(3, 8\)"),
+        {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}, {"peft_type": "LOHA"},
+        {"task_type": "SEQ_CLS"}, {"r": 513}, {"rank_pattern": {"q_proj": 513}}, {"init_lora_weights": "pissa_niter_4"},
+        {"lora_alpha": "8"}, {"r": 0}, {"alpha_pattern": {"(": 1}}, {"rank_pattern": {r"((\w|\.)+)+!": 4}},
+        {"alpha_pattern": {r"((\w|\.)+)+!": 4}}, {"lora_alpha": 10**400}, {"fan_in_fan_out": True},
     ],
-)
-def test_a_config_that_is_not_served_is_refused_by_field(folder: Path, fields: dict[str, Any], match: str) -> None:
+)  # fmt: skip
+def test_a_config_that_is_not_served_is_refused_by_field(folder: Path, fields: dict[str, Any]) -> None:
     configure(folder, **fields)
-    with pytest.raises(Misconfigured, match=match):
+    with pytest.raises(Misconfigured) as refused:
+        read_adapter(folder, MODULES)
+    assert [refused.value.param] == [*fields]
+    assert str(folder) in refused.value.message
+
+
+def test_a_rank_that_contradicts_the_tensors_is_refused(folder: Path) -> None:
+    configure(folder, r=3)
+    with pytest.raises(BadCheckpoint, match=r"lora_A\.weight' is \(4, 8\).* \(3, 8\)"):
         read_adapter(folder, MODULES)
 
 
 @pytest.mark.parametrize(
     ("old", "new", "kind", "match"),
     [
-        ("q_proj", "k_proj", UnsupportedModel, "k_proj', which cannot be adapted here: .* q_proj, v_proj"),
-        ("layers.1.", "layers.7.", UnsupportedModel, r"layers\.7\..* cannot be adapted here: did you mean"),
+        ("q_proj", "k_proj", UnsupportedModel, "k_proj'.* q_proj, v_proj"),
+        ("layers.1.", "layers.7.", UnsupportedModel, r"layers\.7\..*did you mean"),
         ("lora_A", "lora_embedding_A", UnsupportedModel, "adapts an embedding"),
         ("lora_A.weight", "lora_magnitude_vector", UnsupportedModel, "is DoRA's"),
         ("self_attn.q_proj.lora_A.weight", "self_attn.q_proj.weight", UnsupportedModel, "modules_to_save"),
@@ -170,7 +166,7 @@ def test_a_config_that_has_no_end_is_refused(folder: Path, kind: str) -> None:
 
 
 def test_a_model_of_transformers_takes_none(folder: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="transformers computes its layers"):
+    with pytest.raises(UnsupportedModel, match="transformers computes"):
         read_adapter(folder, {})
 
 

@@ -133,7 +133,7 @@ def test_the_context_is_as_long_as_the_scaling_carries(scaling: dict[str, Any], 
         ({"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, "mrope"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"sliding_window": 16}, "sliding_window"),
-        ({"head_dim": 7}, "head_dim 7"),
+        ({"head_dim": 7}, "head_dim is 7"),
         (QWEN2 | {"attention_bias": True}, "attention_bias"),
         (MISTRAL | {"mlp_bias": True}, "mlp_bias"),
         (MISTRAL | {"layer_types": ["full_attention"] * 4}, "layer_types"),
@@ -150,8 +150,8 @@ def test_unserved_models_are_refused_by_name(change: dict[str, Any], named: str,
 @pytest.mark.parametrize(
     ("change", "way_on"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, r"Llama 2 and 3, Mistral, Qwen2.*Give --model a checkpoint of one"),
-        ({"quantization_config": {"quant_method": "aqlm"}}, r"quantised by quant_method 'aqlm'.*dequantize\(\)"),
+        ({"architectures": ["GemmaForCausalLM"]}, r"Llama 2 and 3, Mistral, Qwen2"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, r"quant_method 'aqlm'.*dequantize\(\)"),
         ({"quantization_config": {}}, "quant_method None.*the checkpoint that it was made from"),
     ],
 )
@@ -168,7 +168,7 @@ def test_unserved_models_come_with_a_fix(change: dict[str, Any], way_on: str, tm
         ({"num_hidden_layers": True}, "'num_hidden_layers' is True"),
         ({"num_hidden_layers": 0}, "a whole number from 1"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 2}, "no multiple of 6 heads"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 2}, "6 heads cannot share"),
         ({"rms_norm_eps": -1}, "'rms_norm_eps' is -1"),
         ({"tie_word_embeddings": "yes"}, "true or false"),
         ({"architectures": "LlamaForCausalLM"}, "a list of strings"),
@@ -210,11 +210,14 @@ def test_absent_fields_have_the_familys_defaults(tmp_path: Path) -> None:
     [
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        (GEMMA3 | {"hidden_activation": "relu6"}, "hidden_activation 'relu6'"),
+        (GEMMA3 | {"hidden_activation": "relu6"}, "hidden_activation is 'relu6'"),
         (LLAMA | {"architectures": ["SeedOssForCausalLM"], "attention_out_bias": True}, "attention_out_bias is True"),
         (LLAMA | {"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
         (LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 2]}, "'no_rope_layers' is [1, 2]"),
-        (LLAMA | {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.01}, "partial_rotary_factor 0.01"),
+        (
+            LLAMA | {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 0.01},
+            "'partial_rotary_factor' is 0.01",
+        ),
         (
             LLAMA | {"architectures": ["Cohere2ForCausalLM"], "layer_types": ["full_attention"]},
             "1 entries for 4 layers",
@@ -317,5 +320,5 @@ def test_ministral_3_as_mistral_published_it(tmp_path: Path) -> None:
     assert config.rope.magnitude == 1.0
     assert config.weight_format is not None
     assert config.weight_format.settings == FP8Settings(block=None, static=True)
-    with pytest.raises(UnsupportedModel, match=r"llama_4_scaling_beta is 0\.1, which is not supported for llama"):
+    with pytest.raises(UnsupportedModel, match=r"llama_4_scaling_beta is 0\.1.*llama"):
         write(tmp_path, LLAMA | {"rope_parameters": rope})

@@ -70,12 +70,12 @@ def test_a_correction_of_scores_implies_the_router(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "keys", "error", "says"),
     [
-        ("deepseek2", LATENT | {"expert_gating_func": 3}, UnsupportedModel, "expert_gating_func is 3: 1 or 2"),
-        ("glm4moe", {"expert_gating_func": 1}, UnsupportedModel, "expert_gating_func is 1: 2"),
-        ("minimax-m2", {"expert_gating_func": 1}, UnsupportedModel, "expert_gating_func is 1: 2"),
+        ("deepseek2", LATENT | {"expert_gating_func": 3}, UnsupportedModel, "expert_gating_func is 3.*1 or 2"),
+        ("glm4moe", {"expert_gating_func": 1}, UnsupportedModel, "expert_gating_func is 1.* 2"),
+        ("minimax-m2", {"expert_gating_func": 1}, UnsupportedModel, "expert_gating_func is 1.* 2"),
         ("granite", {"rope.scaling.finetuned": False}, UnsupportedModel, "finetuned is False.*without positions"),
         ("qwen2", {"expert_count": 4}, UnsupportedModel, "expert_count is 4"),
-        ("qwen3", {"rope.dimension_count": 8}, UnsupportedModel, "rope.dimension_count is 8 of 16"),
+        ("qwen3", {"rope.dimension_count": 8}, UnsupportedModel, "rope.dimension_count is 8.* 16"),
         ("llama", {"attention.temperature_scale": 0.1}, UnsupportedModel, "temperature_scale is 0.1"),
         ("qwen3", {"attention.sliding_window": 9}, UnsupportedModel, "sliding_window is 9, and no key says"),
         (

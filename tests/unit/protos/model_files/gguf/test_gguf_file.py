@@ -82,10 +82,10 @@ def test_shards_are_one_model_whichever_is_named(tmp_path: Path) -> None:
         }
     assert GGUFFile(paths[0]).fingerprint() == GGUFFile(paths[2]).fingerprint()
     write_gguf(tmp_path / "renamed.gguf", {**METADATA, "split.count": 3, "split.no": 0}, TENSORS)
-    with pytest.raises(BadCheckpoint, match=r"split\.count is 3, and the name counts 1: keep the names"):
+    with pytest.raises(BadCheckpoint, match=r"split\.count is 3.* 1"):
         GGUFFile(tmp_path / "renamed.gguf")
     paths[1].write_bytes(paths[2].read_bytes())
-    with pytest.raises(BadCheckpoint, match=r"00002-of-00003\.gguf: split\.no is 2, by its name it is 1"):
+    with pytest.raises(BadCheckpoint, match=r"00002-of-00003\.gguf: split\.no is 2, by its name 1"):
         GGUFFile(paths[0])
     paths[1].unlink()
     with pytest.raises(BadCheckpoint, match=r"m-00002-of-00003\.gguf is missing"):
@@ -115,13 +115,13 @@ def weight(*dims: int, kind: int = 8, start: int = 32) -> Callable[[bytes], byte
         (lambda _: b"", BadCheckpoint, "is empty"),
         (lambda data: b"PK" + data[2:], BadCheckpoint, r"begins with b'PKUF' and not with b'GGUF'"),
         (lambda _: b"version https://git-lfs.github.com/spec/v1\noid\n", BadCheckpoint, "run `git lfs pull`"),
-        (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], UnsupportedModel, "is GGUF version 1, versions 2"),
+        (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], UnsupportedModel, "is GGUF version 1"),
         (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], UnsupportedModel, "is a big-endian GGUF file"),
         (lambda data: data[:8] + struct.pack("<Q", 2**60) + data[16:], BadCheckpoint, "claims .* tensors"),
         (lambda data: data[:16] + struct.pack("<Q", 2**62) + data[24:], BadCheckpoint, "claims .* keys"),
         (lambda data: data[:24] + struct.pack("<Q", 2**63) + data[32:], BadCheckpoint, "the name of key 0 has"),
-        (lambda data: data[:60], BadCheckpoint, r"takes \d+ bytes from byte \d+ on, and the file has 60: it is trunc"),
-        (lambda data: data[:-32], BadCheckpoint, r"tensor 'last' takes 4 bytes .* truncated, download it again"),
+        (lambda data: data[:60], BadCheckpoint, r"takes \d+ bytes .* of 60"),
+        (lambda data: data[:-32], BadCheckpoint, r"tensor 'last' ends at"),
         (replaced(b"general.architecture", b"\xff" * 20), BadCheckpoint, "the name of key 0 is not UTF-8"),
         (replaced(b"some.flag\x07", b"some.flag\x63"), BadCheckpoint, "'some.flag' has the unknown type 99"),
         (
@@ -134,22 +134,22 @@ def weight(*dims: int, kind: int = 8, start: int = 32) -> Callable[[bytes], byte
         ),
         (
             replaced(*(b"some.texts" + struct.pack("<IIQ", 9, 8, count) for count in (3, 2**50))),
-            BadCheckpoint, r"'some\.texts' has 1,125,899,906,842,624 strings, 4,000,000 are allowed",
+            BadCheckpoint, r"'some\.texts' has 1,125,899,906,842,624 .*4,000,000",
         ),
         (
             replaced(*(b"some.texts" + struct.pack("<IIQ", 9, 8, count) for count in (3, 999))),
-            BadCheckpoint, r"string [\d,]+ of 999 in the array 'some\.texts' passes the end of the file",
+            BadCheckpoint, r"string [\d,]+ of the array 'some\.texts' passes",
         ),
         (weight(32, 2, kind=8, start=0), BadCheckpoint, "'(norm|weight)' overlaps"),
         (weight(32, 2, kind=8, start=33), BadCheckpoint, "begins at 33, which is no mul"),
-        (weight(32, 2, kind=8, start=2**63), BadCheckpoint, "'weight' takes 68 bytes"),
+        (weight(32, 2, kind=8, start=2**63), BadCheckpoint, "'weight' ends at"),
         (weight(32, 2**58), BadCheckpoint, "'(last|weight)'"),
-        (weight(31, 2), BadCheckpoint, r"\(2, 31\): rows of Q8_0 have"),
+        (weight(31, 2), BadCheckpoint, r"\(2, 31\): rows of Q8_0"),
         (weight(32, 0), BadCheckpoint, r"\(0, 32\): rows of Q8_0"),
         (weight(32, 2, kind=16, start=32), UnsupportedModel, "'weight' is of type IQ2_XXS"),
         (weight(32, 2, kind=77, start=32), UnsupportedModel, "is of type number 77"),
         (replaced(b"weight\x02", b"weight\x05"), BadCheckpoint, "'weight' has 5 dimensions, 1 to 4 are allowed"),
-        (replaced(b"\x04\0\0\0\0\0\0\0last", b"\x04\0\0\0\0\0\0\0norm"), BadCheckpoint, "'norm' is in the model twice"),
+        (replaced(b"\x04\0\0\0\0\0\0\0last", b"\x04\0\0\0\0\0\0\0norm"), BadCheckpoint, "'norm' is in two"),
     ],
 )  # fmt: skip
 def test_faults_of_a_file_are_named(

@@ -87,16 +87,13 @@ def test_minimax_as_it_is_published(tmp_path: Path) -> None:
                  "shared_intermediate_size": 0, "attn_type_list": [1] * 4, "rotary_dim": 8, "head_dim": 16}  # fmt: skip
     config = read(tmp_path, MINIMAX | published)
     assert (config.rotary_dim, config.rope.theta, config.qk_norm) == (8, 5e6, "all")
-    for change, named in (
-        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'.*'sigmoid'"),
-        ({"use_routing_bias": False}, "use_routing_bias is False.*True"),
-        ({"shared_intermediate_size": 64}, "shared_intermediate_size is 64.*0"),
-        ({"attn_type_list": [1, 0, 1, 1]}, r"attn_type_list is \[1, 0, 1, 1\].*each of 4 layers"),
-        ({"sliding_window": 64}, "sliding_window and layer_types have no meaning"),
-        ({"rotary_dim": 17}, "rotary_dim.*turns 17 of 16"),
-    ):
-        with pytest.raises((UnsupportedModel, BadCheckpoint), match=named):
+    for change in (
+        {"scoring_func": "softmax"}, {"use_routing_bias": False}, {"shared_intermediate_size": 64},
+        {"attn_type_list": [1, 0, 1, 1]}, {"sliding_window": 64}, {"rotary_dim": 17},
+    ):  # fmt: skip
+        with pytest.raises((UnsupportedModel, BadCheckpoint)) as refused:
             read(tmp_path, MINIMAX | published | change)
+        assert [refused.value.param] == [*change]
 
 
 @pytest.mark.parametrize(
@@ -124,46 +121,49 @@ def test_weights_of_the_experts_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "named"),
+    ("config", "change"),
     [
-        (MIXTRAL | {"num_experts_per_tok": 6}, "num_experts_per_tok is 6.*5 experts"),
-        (MIXTRAL | {"num_local_experts": 5000}, "num_local_experts"),
-        (MIXTRAL | {"num_local_experts": "8"}, "num_local_experts"),
-        (QWEN3 | {"mlp_only_layers": [4]}, "mlp_only_layers.*from 0 to 3"),
-        (QWEN3 | {"mlp_only_layers": 3}, "mlp_only_layers"),
-        (QWEN3 | {"decoder_sparse_step": 0}, "decoder_sparse_step"),
-        (QWEN3 | {"moe_intermediate_size": None}, "moe_intermediate_size.*missing"),
-        (QWEN2 | {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size.*missing"),
+        (MIXTRAL, {"num_experts_per_tok": 6}),
+        (MIXTRAL, {"num_local_experts": 5000}),
+        (MIXTRAL, {"num_local_experts": "8"}),
+        (QWEN3, {"mlp_only_layers": [4]}),
+        (QWEN3, {"mlp_only_layers": 3}),
+        (QWEN3, {"decoder_sparse_step": 0}),
+        (QWEN3, {"moe_intermediate_size": None}),
+        (QWEN2, {"shared_expert_intermediate_size": None}),
     ],
 )
-def test_contradictory_fields_are_refused(config: dict[str, Any], named: str, tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match=named) as caught:
-        read(tmp_path, config)
+def test_contradictory_fields_are_refused(config: dict[str, Any], change: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint) as caught:
+        read(tmp_path, config | change)
+    assert [caught.value.param] == [*change]
     assert str(tmp_path / "config.json") in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("fields", "param"),
     [
-        (V2 | {"topk_method": "random"}, "topk_method is 'random'.*greedy"),
-        (V2 | {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'.*softmax"),
+        (V2 | {"topk_method": "random"}, "topk_method"),
+        (V2 | {"scoring_func": "sigmoid"}, "scoring_func"),
         (V2 | {"norm_topk_prob": True}, "norm_topk_prob"),
         (V2 | {"moe_layer_freq": 2}, "moe_layer_freq"),
-        (V2 | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (GROUPED | {"n_group": 3}, "n_group is 3.*divide the 8 experts"),
-        (GROUPED | {"topk_group": 5}, "topk_group is 5"),
-        (GROUPED | {"topk_group": 1, "num_experts_per_tok": 4}, "topk_group is 1.*hold the 4"),
+        (V2 | {"hidden_act": "gelu"}, "hidden_act"),
+        (GROUPED | {"n_group": 3}, "n_group"),
+        (GROUPED | {"topk_group": 5}, "topk_group"),
+        (GROUPED | {"topk_group": 1, "num_experts_per_tok": 4}, "topk_group"),
     ],
 )
-def test_unserved_routings_are_refused_with_the_served_ones(fields: dict[str, Any], named: str) -> None:
-    with pytest.raises((BadCheckpoint, UnsupportedModel), match=named):
+def test_unserved_routings_are_refused_with_the_served_ones(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises((BadCheckpoint, UnsupportedModel)) as refused:
         deepseek_v2_experts(Fields(fields, "config.json"), 4)
+    assert refused.value.param == param
 
 
 def test_a_group_needs_the_two_experts_that_are_its_score() -> None:
     fields = {"n_routed_experts": 4, "n_group": 4, "topk_group": 4, "num_experts_per_tok": 2}
-    with pytest.raises(BadCheckpoint, match=r"n_group is 4.*at least 2"):
+    with pytest.raises(BadCheckpoint) as refused:
         glm4_experts(Fields(fields | {"moe_intermediate_size": 12}, "config.json"), 4)
+    assert refused.value.param == "n_group"
 
 
 def test_ranks_share_columns_or_whole_experts(tmp_path: Path) -> None:
