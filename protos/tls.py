@@ -166,7 +166,8 @@ def _check_pair(table: str, cert: str, key: str) -> None:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password="")
     except ssl.SSLError as error:
         raise Misconfigured(
-            f"{table}: {cert} and {key} are not a certificate and its key (PEM): {error}", param=table
+            f"{table}: {cert} and {key} are not a certificate and its key (PEM, without a password): {error}",
+            param=table,
         ) from error
 
 

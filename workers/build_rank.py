@@ -89,7 +89,7 @@ class LoadedRank:
 def device_of(config: WorkerConfig) -> str:
     """ "cuda" or "cpu". Raises Misconfigured if CUDA is requested and there is none."""
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise Misconfigured("device = 'cuda', and torch sees no GPU: give 'cpu' or 'auto'", param="device")
+        raise Misconfigured("worker.device = 'cuda', and torch sees no GPU: give 'cpu' or 'auto'", param="device")
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return config.device
@@ -114,7 +114,7 @@ def steps_in_flight_of(config: WorkerConfig) -> int:
             else "a draft model computes after the last known token, which a step in flight has not brought"
         )
         raise Misconfigured(
-            f"steps_in_flight = {config.steps_in_flight} with speculate = {config.speculate}: {why}: give 0",
+            f"worker.steps_in_flight = {config.steps_in_flight} with speculate = {config.speculate}: {why}: give 0",
             param="steps_in_flight",
         )
     if config.steps_in_flight is not None:
@@ -271,7 +271,7 @@ def _open_drafting(config: WorkerConfig, decoder: ServedDecoder, group: TensorPa
         return open_drafting(config, decoder, group, device)
     except torch.OutOfMemoryError as error:
         raise Misconfigured(
-            f"speculate = {config.speculate} does not fit into the GPU's memory beside the model: raise tp, or "
+            f"worker.speculate = {config.speculate} does not fit into the GPU's memory beside the model: raise tp, or "
             "give ngram or suffix",
             param="speculate",
         ) from error
@@ -284,7 +284,7 @@ def _capacity(config: WorkerConfig, storage: KVStorage, max_model_len: int) -> i
     if capacity < max_model_len:
         if config.max_model_len is not None:
             raise Misconfigured(
-                f"max_model_len = {max_model_len}: the KV cache holds {capacity} tokens: lower it, or raise "
+                f"worker.max_model_len = {max_model_len}: the KV cache holds {capacity} tokens: lower it, or raise "
                 "num_blocks or memory_fraction",
                 param="max_model_len",
             )

@@ -48,12 +48,12 @@ def num_host_blocks_of(config: WorkerConfig, layout: KVLayout, free_bytes: int) 
     num_blocks = int(config.host_kv_gib * 2**30) // block_bytes
     if config.host_kv_gib and not num_blocks:
         raise Misconfigured(
-            f"host_kv_gib = {config.host_kv_gib:g}: give 0, or at least a block, {block_bytes / 2**30:.4f}",
+            f"worker.host_kv_gib = {config.host_kv_gib:g}: give 0, or at least a block, {block_bytes / 2**30:.4f}",
             param="host_kv_gib",
         )
     if num_blocks * block_bytes > free_bytes:
         raise Misconfigured(
-            f"host_kv_gib = {config.host_kv_gib:g}: {free_bytes / 2**30:.2f} GiB of memory are free: lower it",
+            f"worker.host_kv_gib = {config.host_kv_gib:g}: {free_bytes / 2**30:.2f} GiB of memory are free: lower it",
             param="host_kv_gib",
         )
     return num_blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -54,7 +54,7 @@ class FakeRanks:
 
 async def test_gateways_see_loaded_adapters_and_unloading_frees_memory() -> None:
     parts, ranks = parts_of(ToyRunner(WEIGHT, BLOCK, VOCAB)), FakeRanks()
-    parts.engine.adapters = ServedAdapters(ranks, "toy")
+    parts.engine.adapters = ServedAdapters(cast(Any, ranks), "toy")
     worker = Worker(parts)
     await worker.start("127.0.0.1")
     gateway = Gateway(worker.info.address, "g")

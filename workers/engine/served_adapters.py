@@ -8,48 +8,23 @@ load(name, path) ─▶ served ── load of other files under the name ─▶ 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from protos.errors import AdapterNotLoaded, NotFound
 from protos.hints import listed
 from protos.values import Adapter, AdapterList
 from workers.adapters.names import check_name
 
-
-class CheckedAdapter(Protocol):
-    """`workers.adapters.adapter_files.AdapterFiles`."""
-
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def adapter_id(self) -> str: ...
-
-
-class AdapterRow(Protocol):
-    """`workers.adapters.linear.LoadedAdapter`."""
-
-    @property
-    def adapter_id(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
-
-
-class AdapterRanks(Protocol):
-    """The tables of all ranks (`workers.adapters.linear.AdapterTable`). The checks are those of rank 0 alone."""
-
-    def check(self, path: str) -> CheckedAdapter: ...
-    def check_room(self, files: Any) -> None: ...
-    def load_adapter(self, path: str, adapter_id: str) -> AdapterRow: ...
-    def unload_adapter(self, adapter_id: str) -> None: ...
+if TYPE_CHECKING:
+    from workers.adapters.adapter_files import AdapterFiles
+    from workers.adapters.linear import AdapterTable
 
 
 class ServedAdapters:
-    """Lives on the engine's thread, except `check`. `model` is the model's own name."""
+    """Lives on the engine's thread, except `check`. `ranks` are the tables of all ranks, whose checks are those of rank
+    0 alone; `model` is the model's own name."""
 
-    def __init__(self, ranks: AdapterRanks, model: str) -> None:
+    def __init__(self, ranks: AdapterTable, model: str) -> None:
         self._ranks = ranks
         self._model = model
         self._by_name: dict[str, Adapter] = {}
@@ -61,13 +36,13 @@ class ServedAdapters:
     def served(self) -> AdapterList:
         return AdapterList(adapters=tuple(self._by_name.values()))
 
-    def check(self, name: str, path: str) -> CheckedAdapter:
+    def check(self, name: str, path: str) -> AdapterFiles:
         """Raises InvalidRequest for a name, and as `read_adapter` for files that cannot be served. Callable from any
         thread: it may read for seconds."""
         check_name(name, self._model)
         return self._ranks.check(path)
 
-    def load(self, name: str, files: CheckedAdapter) -> Adapter:
+    def load(self, name: str, files: AdapterFiles) -> Adapter:
         """Serves a checked adapter under this name and replaces an earlier one. Raises as `AdapterTable.check_room` and
         `load_adapter`."""
         self._ranks.check_room(files)

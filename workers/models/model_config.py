@@ -233,7 +233,7 @@ def longest_sequence(config: ServedConfig, limit: int | None) -> int:
     """Tokens of a prompt and its answer: `worker.max_model_len`, or the model's own length. Raises Misconfigured."""
     if limit is not None and limit > config.max_model_len:
         raise Misconfigured(
-            f"worker.max_model_len is {limit}: this model was made for {config.max_model_len}: give at most that, "
+            f"worker.max_model_len is {limit}: this model was made for {config.max_model_len} at most: give that, "
             "or a rope_scaling in its config.json",
             param="max_model_len",
         )

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import grpc
@@ -45,6 +46,7 @@ from workers.rpc.loop import EngineLoop
 log = logging.getLogger("baton.worker")
 
 Reserve = Callable[[ReserveRequest, float], Ticket]
+Call = Callable[[Any, Any, Any], Awaitable[Any]]
 MAX_BACKLOG_MESSAGES = 8192
 
 
@@ -92,6 +94,19 @@ class GatewayStream:
             self.queue.get_nowait()
         self.queue.put_nowait(None)
         return False
+
+
+def _answered(call: Call) -> Call:
+    """A call whose error is returned to the caller; `abort_with` logs unexpected ones."""
+
+    @wraps(call)
+    async def answer(servicer: Any, request: Any, context: Any) -> Any:
+        try:
+            return await call(servicer, request, context)
+        except Exception as error:
+            await abort_with(context, error)
+
+    return answer
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
@@ -213,7 +228,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         elif kind == "abort":
             self._abort(tuple(message.abort.request_ids))
         elif kind == "move":
-            self._move(from_proto(MoveRequest, message.move))
+            move = from_proto(MoveRequest, message.move)
+            self._post(lambda: self._engine.migrate(move, self._clock()), move.request_id)
         elif kind == "unread":
             request_id, is_unread = message.unread.request_id, message.unread.is_unread
             self.loop.post(lambda: self._engine.scheduler.set_unread(request_id, is_unread, self._clock()))
@@ -223,18 +239,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     def _submit(self, stream: GatewayStream, request: GenerateRequest) -> None:
         self._own(stream, request.request_id, request.number)
 
-        def submit() -> None:
-            try:
-                self._engine.submit(request, self._clock())
-            except Exception as error:  # returned to the gateway; the engine is intact
-                if not isinstance(error, BatonError):
-                    log.exception("request %s could not be submitted", request.request_id)
-                refused = SequenceUpdate(
-                    request_id=request.request_id, finish_reason=FinishReason.ERROR, error=error_info(error)
-                )
-                self.loop.deliver(self.publish, StepMessage(updates=(refused,)))
-
-        self.loop.post(submit)
+        self._post(lambda: self._engine.submit(request, self._clock()), request.request_id, FinishReason.ERROR)
 
     def _abort(self, request_ids: tuple[str, ...]) -> None:
         for request_id in request_ids:
@@ -245,17 +250,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
         self.loop.post(abort)
 
-    def _move(self, request: MoveRequest) -> None:
-        def move() -> None:
-            try:
-                self._engine.migrate(request, self._clock())
-            except Exception as error:  # returned to the gateway; the request continues here
-                if not isinstance(error, BatonError):
-                    log.exception("request %s could not be migrated", request.request_id)
-                stays = SequenceUpdate(request_id=request.request_id, error=error_info(error))
-                self.loop.deliver(self.publish, StepMessage(updates=(stays,)))
+    def _post(self, action: Callable[[], None], request_id: str, on_error: FinishReason | None = None) -> None:
+        """Posts an action for a request; its error is returned to the gateway, and the engine is intact. Without
+        `on_error` the request continues here."""
 
-        self.loop.post(move)
+        def run() -> None:
+            try:
+                action()
+            except Exception as error:
+                if not isinstance(error, BatonError):
+                    log.exception("an order for request %s failed", request_id)
+                update = SequenceUpdate(request_id=request_id, finish_reason=on_error, error=error_info(error))
+                self.loop.deliver(self.publish, StepMessage(updates=(update,)))
+
+        self.loop.post(run)
 
     def _own(self, stream: GatewayStream, request_id: str, number: int = 0) -> None:
         self._disown(request_id)
@@ -283,31 +291,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Describe(self, request: Any, context: Any) -> Any:
         return to_proto(self._info)
 
+    @_answered
     async def Reserve(self, request: Any, context: Any) -> Any:
-        reserve = self._reserve
+        if (reserve := self._reserve) is None:
+            raise InvalidRequest(
+                f"worker {self._info.worker_id} is a {self._info.role} worker: reserve on a decode one"
+            )
+        reservation = from_proto(ReserveRequest, request)
+        was_owned = reservation.request_id in self._owners
+        self._own_reservation(reservation)
         try:
-            if reserve is None:
-                raise InvalidRequest(
-                    f"worker {self._info.worker_id} is a {self._info.role} worker: reserve on a decode worker"
-                )
-            reservation = from_proto(ReserveRequest, request)
-            was_owned = reservation.request_id in self._owners
-            self._own_reservation(reservation)
-            try:
-                return self._encoding.value(await self.loop.call(lambda: reserve(reservation, self._clock())))
-            except Exception:
-                if not was_owned:  # else a renewal came too late: the request is still owned
-                    self._disown(reservation.request_id)
-                raise
-        except Exception as error:  # returned to the gateway; unexpected errors are logged there
-            await abort_with(context, error)
+            return self._encoding.value(await self.loop.call(lambda: reserve(reservation, self._clock())))
+        except Exception:
+            if not was_owned:  # else a renewal came too late: the request is still owned
+                self._disown(reservation.request_id)
+            raise
 
+    @_answered
     async def Share(self, request: Any, context: Any) -> Any:
         share_request = from_proto(ShareRequest, request)
-        try:
-            num_blocks = await self.loop.call(lambda: self._engine.share(share_request, self._clock()))
-        except Exception as error:  # returned to the gateway; unexpected errors are logged there
-            await abort_with(context, error)
+        num_blocks = await self.loop.call(lambda: self._engine.share(share_request, self._clock()))
         return worker_pb2.ShareReply(num_blocks=num_blocks)
 
     def _own_reservation(self, reservation: ReserveRequest) -> None:
@@ -333,17 +336,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             await abort_with(context, error if isinstance(error, BatonError) else InvalidRequest(str(error)))
         return worker_pb2.ChangeRoleReply(role=self._info.role)
 
+    @_answered
     async def LoadAdapter(self, request: Any, context: Any) -> Any:
-        try:
-            return to_proto(await self._adapters.load(self.loop, request.name, request.path))
-        except Exception as error:  # returned to the caller; unexpected errors are logged there
-            await abort_with(context, error)
+        return to_proto(await self._adapters.load(self.loop, request.name, request.path))
 
+    @_answered
     async def UnloadAdapter(self, request: Any, context: Any) -> Any:
-        try:
-            await self._adapters.unload(self.loop, request.name)
-        except Exception as error:  # returned to the caller; unexpected errors are logged there
-            await abort_with(context, error)
+        await self._adapters.unload(self.loop, request.name)
         return worker_pb2.UnloadAdapterReply()
 
     async def Drain(self, request: Any, context: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from workers.kernels.quantised.split_sums import BLOCK_N, add_shares, arrivals, num_splits, work_space
+from workers.kernels.quantised.split_sums import BLOCK_N, add_shares, arrivals, splits_of, work_space
 from workers.kernels.this_device import has_tensor_memory
 
 FIELDS = 4
@@ -376,33 +376,14 @@ def grouped_product(
     tile = tile or grouped_tile(num_rows, x_TI.dtype, weight)
     assert tile.outputs % BLOCK_N == 0, f"tiles of {tile.outputs} outputs"
     blocks, row_blocks = triton.cdiv(weight.padded_outputs, tile.outputs), triton.cdiv(num_rows, tile.rows)
-    splits = num_splits(blocks, weight.num_steps, weight.num_multiprocessors) if row_blocks == 1 else 1
-    per_split = triton.cdiv(weight.num_steps, splits)
-    splits = triton.cdiv(weight.num_steps, per_split)
+    splits, per_split = splits_of(blocks, row_blocks, weight.num_steps, weight.num_multiprocessors)
     constants = constants_of(weight, x_TI.dtype)
     summed = bool(constants["SUMS"]) and tile.rows > FEW_ROWS
     _grouped[(blocks, splits, row_blocks)](
-        x_TI,
-        *tensors_of(weight),
-        unit_sums(x_TI, weight) if summed else out_TO,
-        out_TO if bias_O is None else bias_O,
-        out_TO,
-        work_space(splits, blocks * tile.outputs, tile.rows, out_TO),
-        arrivals(out_TO.device),
-        num_rows,
-        x_TI.shape[1],
-        weight.num_outputs,
-        weight.padded_outputs,
-        x_TI.stride(0),
-        weight.num_steps,
-        per_split,
-        **constants,
-        BIAS=bias_O is not None,
-        SUMMED=summed,
-        SPLIT=splits > 1,
-        N=tile.outputs,
-        M=tile.rows,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        x_TI, *tensors_of(weight), unit_sums(x_TI, weight) if summed else out_TO, out_TO if bias_O is None else bias_O,
+        out_TO, work_space(splits, blocks * tile.outputs, tile.rows, out_TO), arrivals(out_TO.device),
+        num_rows, x_TI.shape[1], weight.num_outputs, weight.padded_outputs, x_TI.stride(0), weight.num_steps, per_split,
+        **constants, BIAS=bias_O is not None, SUMMED=summed, SPLIT=splits > 1, N=tile.outputs, M=tile.rows,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return out_TO

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from workers.kernels.quantised.activations import RoundedInputs
 from workers.kernels.quantised.grouped_codes import FEW_ROWS, ProductTile
-from workers.kernels.quantised.split_sums import BLOCK_N, add_shares, arrivals, num_splits, work_space
+from workers.kernels.quantised.split_sums import BLOCK_N, add_shares, arrivals, splits_of, work_space
 
 STEP = 128  # inputs
 
@@ -163,9 +163,7 @@ def byte_product(
     groups = triton.cdiv(num_inputs, STEP)
     tile = tile or byte_tile(num_rows, decoded=decoded)
     blocks, row_blocks = triton.cdiv(num_outputs, tile.outputs), triton.cdiv(num_rows, tile.rows)
-    splits = num_splits(blocks, groups, weight.num_multiprocessors) if row_blocks == 1 else 1
-    per_split = triton.cdiv(groups, splits)
-    splits = triton.cdiv(groups, per_split)
+    splits, per_split = splits_of(blocks, row_blocks, groups, weight.num_multiprocessors)
     partial = work_space(splits, blocks * tile.outputs, tile.rows, out_TO)
     _bytes[(blocks, splits, row_blocks)](
         levels_TI,

@@ -27,11 +27,13 @@ _GRAPHS = -1
 _MIN_STEPS = 4  # of a share: fewer do not pay for its partial sums
 
 
-def num_splits(num_blocks: int, num_steps: int, num_multiprocessors: int) -> int:
-    """The number depends on the weight and the card alone, so that every batch is summed in the same order."""
+def splits_of(num_blocks: int, row_blocks: int, num_steps: int, num_multiprocessors: int) -> tuple[int, int]:
+    """Shares of a sum, and steps of each. Both depend on the weight and the card alone, so that every batch of one
+    block of rows is summed in the same order."""
     assert _PROGRAMS * num_multiprocessors <= 2 * _MOST_BLOCKS, f"{num_multiprocessors} multiprocessors"
-    wanted = _PROGRAMS * num_multiprocessors // num_blocks
-    return max(1, min(wanted, num_steps // _MIN_STEPS))
+    wanted = _PROGRAMS * num_multiprocessors // num_blocks if row_blocks == 1 else 1
+    per_split = triton.cdiv(num_steps, max(1, min(wanted, num_steps // _MIN_STEPS)))
+    return triton.cdiv(num_steps, per_split), per_split
 
 
 def work_space(splits: int, num_outputs: int, num_rows: int, like: torch.Tensor) -> torch.Tensor:

