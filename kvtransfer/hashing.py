@@ -20,7 +20,7 @@ from protos.chain import Chain
 from protos.values import BLOCK_HASH_BYTES, BlockHash
 
 _TOKEN_BYTES = 4
-_FEW = 4  # blocks that hashlib is done with before compiled code would have been called
+_FEW = 4  # blocks that hashlib hashes faster than a call of compiled code
 
 
 class Remembering(tuple[int, ...]):

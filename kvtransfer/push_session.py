@@ -98,7 +98,7 @@ class Session:
         """Offers the rest, in runs of layers of at least about `least_bytes`, in the order in which a step writes them.
         A run of many blocks is cut like any other offer."""
         layout, stop = self.ticket.layout, self.ticket.stop
-        chunks: list[tuple[int, Chunk]] = []  # with the model's layer that completes it
+        chunks: list[tuple[int, Chunk]] = []  # with the model's layer that completes the chunk
         for group, first in enumerate(self._next):
             if first == stop:
                 continue

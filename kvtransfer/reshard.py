@@ -183,7 +183,7 @@ class Cut(Value, frozen=True, kw_only=True):
     units: range
     layers: range
     pieces: tuple[range, ...]
-    with_head: bool = False  # the KV of a head follows that of these layers
+    with_head: bool = False  # the KV of a head follows these layers
 
     @property
     def num_heads(self) -> int:

@@ -107,7 +107,7 @@ class LaneLost:
 class Presence(IntEnum):
     """Bytes of a chunk on one rank. The smallest of a worker's ranks counts."""
 
-    VOID = 0  # its source has cancelled it
+    VOID = 0  # the source has cancelled the chunk
     COMING = 1  # or never known here
     HERE = 2
 

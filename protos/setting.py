@@ -31,7 +31,7 @@ class Setting:
     default: Any
     help: str
     unit: str
-    flag: str  # where it is not the name
+    flag: str  # the flag, if it differs from the name
     variable: str  # of the environment
     least: float | None
     most: float | None

@@ -243,7 +243,7 @@ class Gateway:
             for observer in self.observers:
                 try:
                     observer.ended(ended)
-                except Exception:  # of one costs no other its row, and the client nothing
+                except Exception:  # an observer's error costs neither other rows nor the answer
                     log.exception("%s has failed at the end of %s", type(observer).__name__, ask.request_id)
 
 

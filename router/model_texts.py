@@ -116,7 +116,7 @@ def open_texts(config: RouterConfig, *, model: Path | None = None, max_model_len
     """Reads the configured checkpoint, or `model`. Raises Misconfigured or BadCheckpoint."""
     files = open_model(config.model_path if model is None else model)
     tokenizer = Tokenizer.load(files)
-    _ = tokenizer.vocabulary.texts  # before the first request, which would wait for them
+    _ = tokenizer.vocabulary.texts  # computed before the first request, which would wait
     template = ChatTemplate.load(files, tokenizer.named_tokens, tokenizer.added_tokens, file=config.text.chat_template)
     reasoning = _reasoning(config.text.reasoning_parser, template, tokenizer)
     tool_format = _tool_format(config.text.tool_parser, template, reasoning)

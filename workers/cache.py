@@ -127,7 +127,7 @@ def make_storage(
         f"{device}: lower num_blocks, memory_fraction or host_kv_gib",
         param="num_blocks",
     )
-    if device == "cpu" and num_bytes > free_bytes:  # Linux would allocate it, and kill the process when it is used
+    if device == "cpu" and num_bytes > free_bytes:  # Linux would kill the process at the first use
         raise too_much
     try:
         num_pages = num_blocks * len(layout.groups)

@@ -125,7 +125,7 @@ class Cores:
                 if _is_file(lock, path):
                     self._locks[cpu] = lock
                     return True
-            except OSError:  # `claim` uses the result; without a core to release nothing would close this
+            except OSError:  # without the error nothing would close the file
                 os.close(lock)
                 raise
             os.close(lock)
@@ -133,7 +133,7 @@ class Cores:
 
     def _leave(self, cpu: int) -> None:
         path, lock = self._folder / str(cpu), self._locks.pop(cpu)
-        with suppress(OSError):  # another rank has removed it, or others have cores
+        with suppress(OSError):  # removed by another rank, or cores are in use
             if _is_file(lock, path):
                 path.unlink()
             self._folder.rmdir()

@@ -16,7 +16,7 @@ def free_ram_bytes(root: Path = Path("/")) -> int:
         lines = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        pass  # not Linux: free pages leave out what the page cache would give back
+        pass  # not Linux, where free pages would leave out the page cache
     try:
         limit = (root / "sys/fs/cgroup/memory.max").read_text().strip()
         used = int((root / "sys/fs/cgroup/memory.current").read_text())

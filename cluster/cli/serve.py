@@ -93,7 +93,7 @@ class ServedCluster:
                 await front.start()
                 await preparing
             finally:
-                preparing.add_done_callback(_retrieve)  # where the gateway fails, its error is the one to raise
+                preparing.add_done_callback(_retrieve)  # if the gateway fails, its error is raised
                 preparing.cancel()
             collect_rarely()
             for fleet, announcer in zip(self._fleets, await self._announcers(front), strict=True):

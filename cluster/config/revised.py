@@ -32,7 +32,7 @@ def next_revision(
     merged = {**current.settings, **settings}
     path = str(Path(model).absolute()) if model else current.model
     revision = Revision(model=path, settings=merged, files=fingerprint or current.files)
-    after = revised(config, revision)  # also checks it
+    after = revised(config, revision)  # also checks the revision
     if revision.files == current.files and after == revised(config, replace(current, name="")):
         return current
     return replace(revision, name=_digest(asdict(revision)))

@@ -94,7 +94,7 @@ def _complete(hub: HubName) -> Path | None:
         return None
     try:
         names = [one.path for one in get_cached_repo_tree(hub.repository, revision=folder.name)]
-    except CachedRepoTreeNotFoundError:  # another program has filled the cache: only the hub knows what it lacks
+    except CachedRepoTreeNotFoundError:  # only the hub can name the files that another program did not download
         if not is_offline_mode():
             return None
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]

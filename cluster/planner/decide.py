@@ -99,7 +99,7 @@ class _Planner:
             decision = self._keep(f"an operator's change holds for {left:.0f} s more")
             return replace(decision, counts=dict(self._desired))  # its late workers, too, are the operator's
         weighed = sorted(self._candidates(), key=self._order)
-        # A fleet that is above its limits is no candidate itself: then it must become one of these.
+        # a fleet above its limits is no candidate: it must become one of these
         best = next((fleet for fleet in weighed if self._found_too_small(fleet.counts) is None), weighed[0])
         if dict(best.counts) == self._fleet:
             return self._keep(f"{self._state(share)}{self._why_not(weighed[0], share)}", weighed)

@@ -42,7 +42,7 @@ NAME = "planner"
 NUM_DECISIONS = 256
 NUM_REPORTED = 32
 _NUM_WEIGHED = 5
-_NUM_TIMES = 8  # of the latest changes of a kind, whose median is how long one takes here
+_NUM_TIMES = 8  # latest changes of a kind; their median is the expected duration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ def first_token_share(
         return _OVERLOADED * workers / load
     variance = math.fsum((time_s - mean_s) ** 2 for time_s in times) / len(times)
     spread = 1.0 + (variance / mean_s**2 if mean_s else 0.0)
-    wait_s = mean_s * spread / 2.0 / (workers - load)  # of those that wait
+    wait_s = mean_s * spread / 2.0 / (workers - load)  # of the waiting prompts
     waits = erlang_c(workers, load)
     left = [objective.ttft_s - time_s for time_s in times]
     in_time = [1.0 - waits * math.exp(-slack / wait_s) if slack > 0 and wait_s else float(slack > 0) for slack in left]

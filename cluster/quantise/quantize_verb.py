@@ -28,7 +28,7 @@ from workers.quantise.recipe import Method, QuantiseRecipe  # noqa: E402
 _CALIBRATION = 128  # sequences, chosen at random but the same each time
 _LENGTH = 512  # tokens of a calibration sequence
 _EVALUATED_LENGTH = 2048
-_COMPLETE = ".json"  # texts with the special tokens that they are to have
+_COMPLETE = ".json"  # texts with special tokens
 
 Ids = list[tuple[int, ...]]
 

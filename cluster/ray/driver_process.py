@@ -48,7 +48,7 @@ DOUBT_UNANSWERED = 2
 MAX_UNANSWERED = 15  # generous: no request waits for the driver, and importing Ray takes seconds
 MAX_UNHEARD = 30  # times PING_S until the driver's first message
 MAX_SAID_LINES = 20
-ENDINGS = {"give_back", "leave", "close", "end"}  # calls, also `on_node`, that a driver carries out when it can
+ENDINGS = {"give_back", "leave", "close", "end"}  # calls, also `on_node`, that a driver carries out once it can
 BEING_STARTED = "Ray is being started"
 
 

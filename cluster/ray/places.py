@@ -28,7 +28,7 @@ class Places:
         self._here = here
         self._orphan_s = orphan_s
         self._taken: dict[str, TakenShare] = {}  # by worker
-        self._ended: set[str] = set()  # workers on nodes whose share is given back; `_taken` has what to leave
+        self._ended: set[str] = set()  # workers on nodes whose share is given back; `_taken` has the nodes to leave
 
     @property
     def trouble(self) -> str:

@@ -59,7 +59,7 @@ Result = TypeVar("Result")
 RAY_TITLE = b"ray::"  # of processes that Ray's raylet started
 STOP_S = 40.0  # for the stop of all workers and of Ray
 TICK_S = 1.0
-NUM_STARTS = 8  # of workers, whose median is the time that a start takes
+NUM_STARTS = 8  # starts of workers; their median is the expected duration
 MAX_ENDED = 1024  # exit statuses that no link has read
 
 
@@ -216,7 +216,7 @@ class Pools:
             kill_users(self._scratch.path)
         await asyncio.gather(stopping, *self._tasks, return_exceptions=True)
         if not self._over.cancel() and not self._over.cancelled():
-            self._over.exception()  # has been raised where it was awaited, if it was
+            self._over.exception()  # was raised where it was awaited, if anywhere
         if not self._left_alone:
             self._record(ended=True)
             kill_users(self._scratch.path)
@@ -340,7 +340,7 @@ class Pools:
         while True:
             try:
                 self._reaper.reap_strays()
-                self._record()  # again, for a Redis that has lost it
+                self._record()  # again, for a Redis that has lost its data
             except Exception:  # the next iteration tries again
                 log.exception("ended processes could not be reaped")
             await asyncio.sleep(TICK_S)

@@ -17,8 +17,8 @@ from cluster.supervision.worker_placement import WorkerPlan
 from protos.errors import WorkerLost
 
 PINNED = 0.001  # of the custom resource by which Ray identifies a node
-ROOM_S = 10.0  # for a group that fits where its worker runs already
-REPORT_S = 20.0  # between two questions to nodes what they have free
+ROOM_S = 10.0  # for a group that fits where its worker already runs
+REPORT_S = 20.0  # between two requests to nodes to report free resources
 
 
 @dataclass(slots=True, eq=False)

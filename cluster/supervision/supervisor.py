@@ -93,7 +93,7 @@ class WorkerSlot:
     retiring: asyncio.Task[None] | None = None
     flipping: asyncio.Task[None] | None = None
     flips_to: WorkerRole | None = None
-    is_draining: bool = False  # of one that retires or flips
+    is_draining: bool = False  # of a worker that retires or flips
 
     @property
     def info(self) -> WorkerInfo | None:

@@ -16,7 +16,7 @@ from router.fleet_owner import Revision
 from workers.worker_config import Device
 
 MAX_CPUS_PER_RANK = 1.0  # what Ray reserves; a rank's threads decide how many cores it uses
-MAX_RANKS_PER_CPU = 4  # of workers that are added while others serve
+MAX_RANKS_PER_CPU = 4  # among workers that are added while others serve
 FIRST = Revision()
 
 

@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 
-STACK_BYTES = 256 * 2**20  # of address space: what recurses as deeply as its input nests needs it
+STACK_BYTES = 256 * 2**20  # of address space: recursion follows the nesting of the input
 MAX_MEMORY_BYTES = 2 * 2**30
 NICE = 10  # lower priority than processes that compute tokens
 HEAD, ANSWER = struct.Struct("!II"), struct.Struct("!I")

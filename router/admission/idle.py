@@ -167,7 +167,7 @@ class IdleAdmission:
         self.num_suspended = 0
 
     async def __call__(self, job: Job) -> AsyncGenerator[TokenDelta, None]:
-        job.client.sink = None  # a suspended job must know its tokens
+        job.client.sink = None  # a suspended job must have its tokens
         job = replace(job, priority=BATCH_PRIORITY, max_ttft_s=None)
         emitted: list[int] = []
         while True:
@@ -222,7 +222,7 @@ class IdleAdmission:
                 self._queue.remove(job)
                 if not job.admitted.done():
                     job.admitted.set_result(None)
-                await asyncio.sleep(0)  # it is routed, and counts at its worker
+                await asyncio.sleep(0)  # lets the job be routed and counted
         except Exception as error:  # of the fleet: each job in the queue raises it
             for job in self._queue:
                 if not job.admitted.done():

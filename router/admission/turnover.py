@@ -16,7 +16,7 @@ import numpy as np
 from router.admission.retry_queue import Rate
 
 HALF_LIFE_S = 10.0
-LEAST_JOBS = 8  # that run or have ended, before their rate refuses others
+LEAST_JOBS = 8  # running or ended jobs, before their rate refuses others
 YOUNG = 0.25  # share of the running jobs
 
 

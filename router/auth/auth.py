@@ -40,7 +40,7 @@ class TenantMetrics:
     def ended(self, ended: EndedRequest) -> None:
         usage, tenant = ended.usage, ended.request.ask.tenant.name
         if not usage.prompt_tokens:
-            return  # no worker had it
+            return  # no worker had the request
         uncached = usage.prompt_tokens - usage.cached_tokens
         kinds = (("input", uncached), ("cached", usage.cached_tokens), ("output", usage.completion_tokens))
         for kind, count in kinds:

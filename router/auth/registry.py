@@ -10,7 +10,7 @@ def open_limits(where: str, *, model: str) -> TenantLimits:
     """Raises Misconfigured."""
     if where == MEMORY:
         return LocalLimits()
-    from router.auth.redis_limits import RedisLimits  # redis-py, for those who use it
+    from router.auth.redis_limits import RedisLimits  # redis-py is imported only if used
     from router.prefix.redis_url import parse
 
     return RedisLimits(parse(where, setting="index"), model=model)

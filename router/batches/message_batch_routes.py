@@ -105,7 +105,7 @@ class RequestsReader:
             sign, self._at = found[0], found.end()
             if sign == b"\\":
                 if self._at == len(self._buffer):
-                    self._at -= 1  # what it escapes has not come yet
+                    self._at -= 1  # the escaped character has not arrived
                     return None
                 self._at += 1
             elif sign == b'"':

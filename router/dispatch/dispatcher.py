@@ -332,7 +332,7 @@ class Dispatcher:
         if paused:
             while any(member.is_reconnecting for member in attempt.members) and loop_time() < deadline:
                 await self._fleet.wait(until=deadline)
-            await asyncio.sleep(config.dispatch.retry_pause_s)  # an error with another cause would come again at once
+            await asyncio.sleep(config.dispatch.retry_pause_s)  # an error with another cause would repeat at once
             return
         if isinstance(error, WorkerLost) and (life := attempt.lost()) is not None:
             await self._poison.lost(

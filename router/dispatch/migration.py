@@ -26,9 +26,7 @@ from router.traces.request_trace import EventKind
 
 log = logging.getLogger("baton.router")
 
-ROOM_TOKENS = (
-    64  # that a sequence may write while its KV is transferred: at the end of them it stops and waits for the rest
-)
+ROOM_TOKENS = 64  # tokens that a sequence may write during its transfer; then it stops and waits
 MAX_MOVES_AT_ONCE = 8  # from one worker: fewer migrations at a time end sooner
 PAUSE_S = 0.5
 
@@ -71,7 +69,7 @@ class Migrations:
         self._gates: WeakKeyDictionary[Member, asyncio.Semaphore] = WeakKeyDictionary()
         self.num_moved = 0
         self.num_stayed = 0
-        self._logged: set[tuple[str, type[BatonError]]] = set()  # why sequences stay, since the last that moved
+        self._logged: set[tuple[str, type[BatonError]]] = set()  # why sequences stay, since the last move
 
     async def follow(
         self, job_state: JobState, place: MigrationTarget, depends_on: RestOn
@@ -154,7 +152,7 @@ class Migrations:
                 f"worker {here.worker.worker_id} ended {here.request_id} as migrated, without a request to migrate it"
             )
         updates = move.to.submit(job_state.request(move.request_id, ticket=move.ticket))
-        here.updates.forward_failures_to(updates)  # until the KV has arrived, losing either worker loses it
+        here.updates.forward_failures_to(updates)  # until the KV has arrived, the loss of either worker loses it
         move.end(adopted=True)
         self.num_moved += 1
         self._logged.clear()

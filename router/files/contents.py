@@ -127,7 +127,7 @@ class DatabaseContents:
             transaction.run("INSERT INTO uploads VALUES (?, ?, NULL, ?)", upload_id, file_id, database.now_s())
         try:
             for number, part in enumerate(iter(lambda: content.read(PART_BYTES), b"")):
-                with database.writing() as transaction:  # a transaction each: other writers wait for it
+                with database.writing() as transaction:  # one transaction each, so that other writers can run
                     transaction.run("INSERT INTO upload_parts VALUES (?, ?, ?)", upload_id, number, part)
             with database.writing() as transaction:
                 _drop(transaction, "file_id = ? AND bytes IS NOT NULL", file_id)

@@ -52,7 +52,7 @@ class S3Contents:
         from boto3.s3.transfer import TransferConfig
 
         content.seek(0)
-        with _answered():  # it removes the parts of a copy that fails
+        with _answered():  # removes the parts of a failed copy
             self._client.upload_fileobj(
                 content, self._bucket, self._prefix + file_id, Config=TransferConfig(use_threads=False)
             )
@@ -63,7 +63,7 @@ class S3Contents:
             try:
                 found = self._client.get_object(**where, Range=f"bytes={start}-{start + size - 1}")
             except self._client.exceptions.ClientError as error:
-                if error.response["Error"]["Code"] == "InvalidRange":  # behind its end
+                if error.response["Error"]["Code"] == "InvalidRange":  # after the file's end
                     return b""
                 raise
             with found["Body"] as body:

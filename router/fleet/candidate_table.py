@@ -33,7 +33,7 @@ class FleetTable:
         self._changed: dict[Member, None] = {}
         self._doubted: dict[Member, None] = {}
         self._is_laid_out = False
-        self._sizes: Collection[int] | None = None  # of blocks, once they have been computed
+        self._sizes: Collection[int] | None = None  # of blocks, once computed
         self._lay_out()
 
     def add(self, member: Member) -> None:
@@ -128,7 +128,7 @@ class FleetTable:
                 features = self._predictor.features(member.worker_id, role, member.load, now=now)
                 self._features[:, place] = features
                 self._features[_LOAD_EACH, place] *= member.token_bytes
-            self._note_observed()  # these members' speeds may change whether others count as slow
+            self._note_observed()  # other members may now count as slow
         self._due = waiting
 
     def _note_observed(self) -> None:

@@ -431,7 +431,7 @@ class Fleet:
             self.successors.arrived(member.worker_id)
         if member.state is WorkerState.DRAINED:
             log.info("worker %s at %s has drained and ended", member.worker_id, member.address, extra=_of(member))
-        elif not was is state is WorkerState.LOST:  # that it is still lost is not logged again
+        elif not was is state is WorkerState.LOST:  # a worker that stays lost is not logged again
             log.log(
                 logging.INFO if state in (WorkerState.READY, WorkerState.DRAINING) else logging.WARNING,
                 STATE_LINE, member.worker_id, member.address, state, f": {reason}" if reason else "",

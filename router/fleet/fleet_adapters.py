@@ -31,11 +31,11 @@ class FleetAdapters:
     """`num_jobs` counts jobs by the adapter's name."""
 
     def __init__(self) -> None:
-        self._ordered: dict[str, str] = {}  # paths by name; "" for one that was unloaded
+        self._ordered: dict[str, str] = {}  # paths by name; "" for an unloaded adapter
         self.num_jobs: Counter[str] = Counter()
         self.by_name: Mapping[str, Adapter] = {}
         self._workers: dict[str, set[str]] = {}  # by the adapter's id
-        self._replaced: dict[str, str] = {}  # by name the id that it had before
+        self._replaced: dict[str, str] = {}  # the former id by name
 
     def update(self, workers: Iterable[WorkerInfo]) -> None:
         """Reads the adapters of the connected workers. Without a worker the names stay: requests wait for one."""
@@ -55,7 +55,9 @@ class FleetAdapters:
             for name, adapter in self.by_name.items():
                 if name in before and before[name].adapter_id != adapter.adapter_id:
                     self._replaced[name] = before[name].adapter_id
-                if (old := self._replaced.get(name)) is not None:  # where it was, requests for it are still taken
+                if (
+                    old := self._replaced.get(name)
+                ) is not None:  # requests for the old adapter are still accepted where it was loaded
                     self._workers.setdefault(old, self._workers[adapter.adapter_id])
 
     def learn(self, before: Iterable[Adapter], now: Iterable[Adapter]) -> None:
@@ -102,7 +104,7 @@ class FleetAdapters:
         outcomes = await _everywhere({worker_id: host.unload_adapter(name) for worker_id, host in hosts.items()})
         failed = {worker_id: outcome for worker_id, outcome in outcomes.items() if isinstance(outcome, BatonError)}
         if name in self._ordered:
-            self._ordered[name] = ""  # a worker that is away must not load it when it connects
+            self._ordered[name] = ""  # a worker that connects later must not load it
         if len(failed) == len(outcomes):
             raise next(
                 (error for error in failed.values() if not isinstance(error, NotFound)), next(iter(failed.values()))

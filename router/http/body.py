@@ -171,7 +171,7 @@ def ranged(name: str, kind: str, default: Any = None) -> Any:
 class FirstWrong(FailFast):
     """One wrong item refuses a list: pydantic would note all of them, for seconds."""
 
-    __hash__ = object.__hash__  # a member of a union must have one, and pydantic's own has none
+    __hash__ = object.__hash__  # a union's member must be hashable, and pydantic's own is not
 
 
 def _is_exact(number: float) -> bool:
@@ -217,7 +217,7 @@ class Body(BaseModel):
         """Limits the number of parameters, and reads 8.0 as an integer, as JSON Schema does."""
         if not isinstance(value, dict):
             return value
-        check_parameters(value)  # pydantic would note every unknown one of a megabyte of them
+        check_parameters(value)  # pydantic would report each of a megabyte of unknown parameters
         whole = {name: int(one) for name, one in value.items() if isinstance(one, float) and _is_exact(one)}
         return value | {name: one for name, one in whole.items() if cls._is_integer(name)} if whole else value
 

@@ -285,7 +285,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._wait_for_head()  # an answer is being written, which this must not end
+            self._wait_for_head()  # an answer is being written, which must not be ended
         else:
             self.transport.close()
 

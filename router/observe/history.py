@@ -152,7 +152,7 @@ def _total(metric: Collector) -> int:
 
 
 def _buckets(metric: Collector, bounds: Sequence[float]) -> Sequence[int]:
-    up_to = dict.fromkeys((*bounds, math.inf), 0.0)  # a metric whose labels no request has had has no series
+    up_to = dict.fromkeys((*bounds, math.inf), 0.0)  # a metric without requests for a label has no series
     for family in metric.collect():
         for sample in family.samples:
             if sample.name.endswith("_bucket"):

@@ -61,7 +61,7 @@ class CapacityReporter(Collector):
         except BatonError as error:
             log.debug("the owner of the fleet takes no report: %s", error.message)
             return RETRY_S
-        except Exception:  # a gateway that reports no more would keep the fleet from shrinking
+        except Exception:  # without reports the fleet would never shrink
             log.exception("no report to the owner of the fleet: internal error")
             return RETRY_S
         if news.window_s != self._samples.window_s:

@@ -77,7 +77,7 @@ class RedisFeed(Feed):
         self._scribes: dict[str, Scribe] = {}
         self._expected: list[tuple[str, Sequence[BlockHash], float]] = []
         self._released: list[str] = []
-        self._lost: set[str] = set()  # leases that another gateway has taken
+        self._lost: set[str] = set()  # leases taken by another gateway
         self._unled_since_s: dict[str, float] = {}
         self._places: StreamPositions = {}
         self._news = asyncio.Event()

@@ -109,7 +109,7 @@ class LinearFit:
     def _fitted(self, prior: Line) -> Line:
         weight, x, y, xx, xy = self._observed.sums
         amount = x / weight or 1.0
-        half = TRUST / 2  # one half at amount 0, the other at twice the mean
+        half = TRUST / 2  # half of it at amount 0, half at twice the mean
         weight, x, xx = weight + 2 * half, x + half * 2 * amount, xx + half * (2 * amount) ** 2
         y += half * (prior(0) + prior(2 * amount))
         xy += half * 2 * amount * prior(2 * amount)

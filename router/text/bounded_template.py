@@ -150,7 +150,7 @@ class _CountingEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__()
-        self.intercepted_binops = frozenset(self.default_binop_table)  # so that nothing is computed while it is read
+        self.intercepted_binops = frozenset(self.default_binop_table)  # so that nothing is computed during parsing
         self.counts = _Spending()
         self._size = 0
 

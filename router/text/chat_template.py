@@ -105,7 +105,7 @@ class ChatTemplate:
         self.tool_source: str = source if with_tools is None else with_tools.tool_source
         """The template that shows tools."""
         self._named_tokens = dict(named_tokens or {})
-        # One, for Jinja holds the interpreter's lock: more of them would only take turns, and the loop's turns.
+        # One thread: Jinja holds the interpreter's lock, so more would only delay the loop.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chat-template")
 
     @classmethod

@@ -148,7 +148,7 @@ class Reasoning:
         first = (
             self._channel_rules(ends, has_header) if self._marks is None else self._mark_rules(self._marks, phase, ends)
         )
-        if answer.lstrip().startswith("{"):  # as the library writes it: one grammar, in a list
+        if answer.lstrip().startswith("{"):  # a list with one grammar, as the library writes it
             *others, own = orjson.loads(answer)["grammars"]
             assert not others, "the library's functions make one grammar"
         else:

@@ -181,7 +181,7 @@ def _sampling(request: SamplingRequest, card: ModelCard, *, seed: int, max_token
     missing = [name for name, value in values.items() if value is None and name not in OF_TOKENS]
     values |= {name: getattr(card, name, 0.0) for name in missing} | {"seed": seed, "max_tokens": max_tokens}
     values["top_k"] = max(values["top_k"], 0)
-    if values["top_p"] == 0:  # the smallest set of tokens that reaches probability 0 is the likeliest one
+    if values["top_p"] == 0:  # top_p 0 keeps the likeliest token only
         values |= {"top_p": 1.0, "top_k": 1}
     return SamplingParams(**values)
 

@@ -22,7 +22,7 @@ from router.routing.candidate_columns import Candidate, CandidateTable
 from router.routing.decision import Decision, RequestView
 from router.routing.request_seconds import LatencyEstimate
 
-MAX_CHOICES = 16  # of one request; a longer odyssey keeps its end
+MAX_CHOICES = 16  # of one request; a longer one keeps its last choices
 MAX_EVENTS = 64
 MAX_CHUNKS = 32
 MAX_CHAIN_BYTES = 32 * 2**20  # of block hashes, of all requests together: two million blocks
@@ -95,7 +95,7 @@ class Timestamps:
     num_cached_tokens: int = 0
     num_drafted: int = 0  # tokens that workers verified, and accepted
     num_accepted: int = 0
-    paused_drafts: tuple[str, ...] = ()  # sources that the worker of the last token had paused then
+    paused_drafts: tuple[str, ...] = ()  # sources paused on the worker of the last token
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -103,7 +103,7 @@ class RequestTrace:
     """One job's events and decisions, written by the event loop it runs on. `chain` has the hashes of its prompt's full
     blocks, empty where they are not kept any more; `opening` is the hash of the first block without a salt."""
 
-    job: Job  # without its prompt once it has ended
+    job: Job  # without its prompt after its end
     received_s: float
     num_prompt_tokens: int = field(init=False)
     chain: Chain = field(default_factory=Chain)

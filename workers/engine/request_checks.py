@@ -54,7 +54,7 @@ def _are_ids(token_ids: Sequence[int], vocab_size: int) -> bool:
 
 def _are_below(token_ids: Sequence[int], vocab_size: int) -> bool:
     try:
-        ids = array("I", tuple(token_ids))  # a plain tuple: `array` calls any other sequence for each of its items
+        ids = array("I", tuple(token_ids))  # a plain tuple: for other sequences `array` makes a call per item
         return int(np.frombuffer(ids, dtype=np.uintc).max()) < vocab_size
     except OverflowError:
         return False

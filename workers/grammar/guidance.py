@@ -122,7 +122,7 @@ class GuidanceGrammars:
             name: DeepThreads(f"grammars-{name}", num, partial(leave_cores, niceness))
             for name, num, niceness in (("new", 2, NICE), ("large", 1, NICE), ("quick", 2, 0), ("slow", 1, NICE))
         }
-        self._making: dict[Future[Any], _Making] = {}  # the code that takes a future out of it handles its error
+        self._making: dict[Future[Any], _Making] = {}  # the function that removes a future handles its error
         self._watch: threading.Thread | None = None
         self._takers = threading.local()
         self._tokenizer: Future[LLTokenizer] | None = None
@@ -164,7 +164,7 @@ class GuidanceGrammars:
 
     def draft(self, request_id: str, draft_ids: tuple[int, ...]) -> None:
         standing = self._standing[request_id]
-        before = standing.further or standing.made  # drafts of a step that came too early may still be in progress
+        before = standing.further or standing.made  # drafts of a step that came early may still be in work
         standing.further = further = Future[list[Mask]]()
         wanted = () if standing.slow else draft_ids
         before.add_done_callback(
@@ -280,7 +280,7 @@ class GuidanceGrammars:
                 mask = self._mask_of(matcher)
                 masks.append(mask)
         except InvalidRequest:
-            log.debug("a grammar ends behind a draft")  # the token itself may come: the next step reports it
+            log.debug("a grammar ends behind a draft")  # the token itself may come, and the next step reports it
         except BaseException as error:  # of the compiled library
             failure = error
         if failure is None and num_taken and (standing.matcher is None or not standing.matcher.rollback(num_taken)):

@@ -133,7 +133,7 @@ def check_paged(q_TND: torch.Tensor, cache: CachedBits, block_tables_SB: torch.T
 class SoftmaxOptions:
     """The arguments of both attention kernels for `workers.attention.backend`'s scale, soft cap and sinks."""
 
-    scale_log2: float  # of the dot products, or of what `capped` makes of them
+    scale_log2: float  # of the dot products, after `capped`
     cap_scale: float
     capped: bool
 

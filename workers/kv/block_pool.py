@@ -203,7 +203,7 @@ class BlockPool:
                 break
             num_blocks = missing
         if None not in self.windows.windows:
-            num_leading = num_blocks  # blocks that another sequence computes now are worth the wait
+            num_leading = num_blocks  # blocks that another sequence computes now are worth waiting for
         num_passed = self.windows.num_passed(num_blocks * self.block_size)
         return self._prefix(hashes, num_blocks, max(num_leading, num_blocks), num_passed)
 

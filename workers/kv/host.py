@@ -85,8 +85,8 @@ class HostPool:
         self._pins: Counter[int] = Counter()
         self.headless: set[int] = set()
         """Slots of pages without the KV of the head that this worker keeps beside them (`BlockPool.headless`)."""
-        self._orphans: set[int] = set()  # forgotten, and free once they are not pinned any more
-        self._speed = (0.0, 0.0)  # blocks loaded, and seconds that took; older ones count less
+        self._orphans: set[int] = set()  # forgotten slots, free once unpinned
+        self._speed = (0.0, 0.0)  # (blocks loaded, seconds); old ones count less
         self._num_stored = self._num_evicted = self._num_loaded = 0
         self._num_hit_tokens = self._num_passed_tokens = 0
         self._load_s = 0.0

@@ -32,7 +32,7 @@ _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 PIECE_BYTES = 32 * 2**20
 """Bytes of blocks that are staged on a GPU at a time: a millisecond or less of its link to the host."""
 _NUM_LEAVING = 2  # pieces on their way out
-_NUM_STAGED = _NUM_LEAVING + 3  # pieces there is memory for: also one coming in, and one for each stream's turning
+_NUM_STAGED = _NUM_LEAVING + 3  # pieces with memory: one more comes in, and one for each stream's layout
 _MAX_UNASKED = 1024  # on a follower, which is not polled
 _NUM_PROBED = 64
 _NUM_PROBES = 3

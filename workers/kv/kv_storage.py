@@ -24,9 +24,7 @@ from workers.worker_config import MAX_STEPS_IN_FLIGHT
 
 _cuda: Any = torch.cuda  # a CPU build of torch has not all of its types
 
-MAX_MARKS = (
-    MAX_STEPS_IN_FLIGHT + 2
-)  # steps that concurrent reads can tell apart: one that is complete, and all in flight
+MAX_MARKS = MAX_STEPS_IN_FLIGHT + 2  # steps that concurrent reads distinguish: a complete one, and all in flight
 
 DTYPES: dict[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,

@@ -76,7 +76,7 @@ class Decoder:
         check_parallel(config, context.parallel.size, expert_parallel=context.expert_parallel)
         self.config = config
         self.context = context
-        self.stored_as = stored_as  # the encoding of its weights and their bits, for people
+        self.stored_as = stored_as  # the encoding of the weights and their bits, for display
         self.generation = 0  # of the weights' addresses
         self.step_adapters = StepAdapters()
         self._embedding = embedding_of(context, config)

@@ -141,7 +141,7 @@ def _checked_slots(folder: Path, config: ModelConfig, context: LayerContext, sou
         raise BadCheckpoint(
             f"{folder} has {counted(len(names), 'tensor')}, fewer than the {config.num_layers} layers in config.json"
         )
-    whole = Solo() if context.expert_parallel else context.parallel  # else other ranks' experts would seem unused
+    whole = Solo() if context.expert_parallel else context.parallel  # otherwise other ranks' experts would seem unused
     slots = list(Decoder(config, replace(context, device="meta", parallel=whole)).slots())
     check_slots(folder, slots, source)
     ignored = {"lm_head.weight"} if config.tied_embeddings else set()

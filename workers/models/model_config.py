@@ -52,7 +52,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 _MIXTRAL_EXPERT = re.compile(r"\.experts\.\d+\.w[123]\.weight$")
-_MAX_LAYERS, _MAX_HEAD = 4096, 65536  # more is damage, and what is made for each would not end
+_MAX_LAYERS, _MAX_HEAD = 4096, 65536  # larger numbers are damage, and would not end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,7 +126,7 @@ def read_rope(config: Fields, *, head_dim: int, max_position: int, partial: bool
         raise scaling.unserved("rope_type", f"known are {', '.join(_READERS)}", kind)
     if proportion != 1.0 and kind != "proportional" and not partial:
         raise scaling.unserved("partial_rotary_factor", "only 1 (all pairs turn) is", proportion)
-    # The pre-training length may stand beside the parameters; transformers lets that one win.
+    # The pre-training length may also be beside the parameters, which wins in transformers.
     key = "original_max_position_embeddings"
     original = config.integer_or(key, scaling.integer_or(key, max_position))
     facts = _Facts(

@@ -127,7 +127,7 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self._before_close: list[Callable[[], None]] = []
-        self._store, self._closing = store, closing  # torch keeps its own half of a store alive, and not this one
+        self._store, self._closing = store, closing  # torch keeps its own half of a store alive, but not this one
         self._timeout = timedelta(seconds=timeout_s)
         self._tensors: Any = _process_group(
             PrefixStore(f"{name}/tensors", store), rank, size, device, host, self._timeout

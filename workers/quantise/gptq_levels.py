@@ -12,7 +12,7 @@ import torch
 from protos.errors import Misconfigured
 from workers.weights.group_rounding import GroupRounding
 
-_BLOCK = 128  # inputs whose errors are compensated in the others by one product
+_BLOCK = 128  # inputs whose errors one product compensates in the others
 _DAMPING = (0.01, 0.1, 1.0)  # of the mean second moment, the next where the matrix is still not positive definite
 
 

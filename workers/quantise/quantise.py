@@ -34,7 +34,7 @@ OnLayer = Callable[[int, int], None]
 """Called with the number of layers done, and of all."""
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16}
-_UNCLIPPED = ("q_proj", "k_proj")  # AWQ's own rule: their outputs are multiplied with each other
+_UNCLIPPED = ("q_proj", "k_proj")  # AWQ's rule: these outputs are multiplied with each other
 
 Tensors = dict[str, torch.Tensor]
 

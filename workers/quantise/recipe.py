@@ -10,7 +10,7 @@ from workers.weights.group_rounding import GroupRounding
 
 Method = Literal["rtn", "gptq", "awq"]
 
-_SMALLER_GROUPS = (64, 32)  # those that vLLM's kernels have
+_SMALLER_GROUPS = (64, 32)  # group sizes of vLLM's kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-_TILE = 1 << 19  # values unpacked at a time where rows are handled one tile after the other
+_TILE = 1 << 19  # values unpacked at a time, tile by tile
 
 
 def packed_bytes(num_values: int, bits: int) -> int:

@@ -71,7 +71,7 @@ class QuantisedWeight:
     scale: GroupValues
     group_size: int
     group_offset: int = 0  # of the first column from the first group's start; may be several groups, within a block
-    zero: int | torch.Tensor = 0  # uint8 [O, G] where it is a tensor: level = code - zero
+    zero: int | torch.Tensor = 0  # a tensor is uint8 [O, G]; level = code - zero
     table: torch.Tensor | None = None  # float32 [2**bits]: level = table[code], and no zero
     minimum: GroupValues | None = None
     order_I: torch.Tensor | None = None  # int64

@@ -348,7 +348,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Drain(self, request: Any, context: Any) -> Any:
         if request.retire:
             return worker_pb2.DrainReply(num_running=await self.loop.call(lambda: self._stop(self._engine.retire)))
-        self._change_role(None)  # it would take new work afterwards
+        self._change_role(None)  # otherwise it would take new work afterwards
         if request.exit:
             self._leave()  # first: the caller may not wait for a long step's end
         num_left = await self.loop.call(lambda: self._stop(self._engine.drain))

@@ -46,7 +46,7 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = _cuda.CUDAGraph()
-        with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # other threads move KV meanwhile
+        with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # while other threads move KV
             run()
         replay: Callable[[], None] = graph.replay
         return replay

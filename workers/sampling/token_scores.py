@@ -53,7 +53,7 @@ def _best(values_TV: torch.Tensor, count: int) -> torch.Tensor:
 
     `topk` promises no order among equal values, so keys are unique: the float's bits, then the id's complement."""
     vocab_size = values_TV.shape[1]
-    bits_TV = (values_TV + 0.0).view(torch.int32)  # + 0: -0 becomes 0, which it equals
+    bits_TV = (values_TV + 0.0).view(torch.int32)  # + 0 turns -0 into 0, its equal
     ordered_TV = (bits_TV ^ ((bits_TV >> 31) & 0x7FFFFFFF)).long()
     from_last_V = torch.arange(vocab_size - 1, -1, -1, device=values_TV.device)
     ranks_TK = ((ordered_TV << 32) | from_last_V).topk(count, dim=-1).values

@@ -143,7 +143,7 @@ class Onloads:
             return None
         load = self._copy(found, slots, block_ids, hashes)
         load.held = block_ids
-        self.poll()  # before it is done: afterwards its time is not reported
+        self.poll()  # a finished load does not report its time
         if at_once and not load.done:
             self._finish(load)
         return load

@@ -68,7 +68,7 @@ class Request:
     state: State = State.WAITING
     tables: list[list[int]] = field(default_factory=lambda: [[]])
     num_passed: list[int] = field(default_factory=lambda: [0])
-    partial_pages: tuple[int, ...] = ()  # came without positions that lie behind a window: never cached
+    partial_pages: tuple[int, ...] = ()  # pages without positions before a window: never cached
     hashes: list[BlockHash] = field(default_factory=list)
     num_computed: int = 0
     num_planned: int = 0
@@ -78,7 +78,7 @@ class Request:
     prefix_savings: int = 0  # tokens that were cached or being computed at its arrival
     num_sealed: int = 0
     num_preemptions: int = 0
-    num_given: int = 0  # output tokens that came with the request
+    num_given: int = 0  # output tokens given with the request
     num_prompt_reported: int = 0  # prompt logprobs sent to the client
     pooled: NDArray[np.float32] | None = None  # the sum over the pooled positions that are computed
     adopted: bool = False

@@ -307,7 +307,9 @@ class Scheduler:
             if budget == 0:
                 continue
             request.awaits_slot = not self._has_batch_slot(request)
-            gives_way = self._blocked and request.is_unread and request.onload is None  # loaded, it starts: then it can
+            gives_way = (
+                self._blocked and request.is_unread and request.onload is None
+            )  # a loaded request starts, and can give way then
             if request.awaits_slot or (is_short and not request.block_ids) or gives_way:
                 continue
             matched = self._prefixes.match(request)
@@ -364,7 +366,7 @@ class Scheduler:
             num_blocks = request.num_computed // self.pool.block_size
             self._pending.discard(request, request.hashes[:num_blocks])
             if request.onload.num_clears != self.pool.num_clears:
-                request.num_sealed = num_blocks  # the cache was reset meanwhile: they are the request's own
+                request.num_sealed = num_blocks  # the cache was reset: the blocks are the request's own
         if not request.adopted:
             self.onloads.start(request, request.hashes[: num_cacheable(request, self.pool.block_size)])
         request.num_planned = request.num_computed
@@ -416,7 +418,7 @@ class Scheduler:
             assert request.request_id == row.request_id, "batches are applied in the order they were planned"
             if request.state is State.RUNNING:
                 update = self._advance(request, row, out, batch.num_steps)
-                if self.pool.has_windows and request.state is State.RUNNING:  # a transfer reads those of the others
+                if self.pool.has_windows and request.state is State.RUNNING:  # a transfer reads the others' pages
                     page_tables.give_back(request, self.pool)
                 if update is not None:
                     updates.append(update)

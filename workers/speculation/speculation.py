@@ -107,7 +107,9 @@ class Speculation:
         self._payoffs: dict[str, Payoff] = {}  # of those
         self._paused: tuple[PausedProposer, ...] = ()
         self._taken_s: dict[str, float] = {}  # by proposers since the last step
-        self._is_counted = self._is_after_prompt = False  # the present step, by payoffs; and the last one had a prompt
+        self._is_counted = self._is_after_prompt = (
+            False  # of the present step, for payoffs; whether the last step had a prompt
+        )
         self._recent_tokens = 1.0
         self._sequences: dict[str, _Speculating] = {}
         self._num_unpaid = 0  # calls since a timed proposer was queried

@@ -152,7 +152,7 @@ class RankTransfer(Generic[Payload]):
     def _offer(self, ticket: Ticket, chunk: Chunk, block_ids: Sequence[int], num_in_flight: int | None = None) -> None:
         cut = cut_out(self.layout, self._rank, ticket, chunk, block_ids)
         if not cut.pieces:
-            return  # other ranks have copies of this one's heads, and send them
+            return  # other ranks send their copies of this rank's heads
         sender = self.sending()
         kv = self._piece(peer_name(ticket.destination), chunk, chunk.num_bytes(ticket.layout) // self.layout.tp)
         with self._aside(num_in_flight), self.timeline.span("KV gather", kv=kv):

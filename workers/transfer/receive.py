@@ -64,7 +64,7 @@ class Incoming:
         self._busy_s = 0.0
         self._num_pulled_tokens = 0
         self._num_failed_pulls = 0
-        self._landing: dict[str, tuple[int, float]] = {}  # bytes that are here, and how long they took, by ticket
+        self._landing: dict[str, tuple[int, float]] = {}  # (arrived bytes, seconds) by ticket
         self.num_settled = 0
         """How often a ticket's KV was here in full, or was known not to come: then a request may begin, or end."""
 

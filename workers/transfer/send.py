@@ -32,7 +32,7 @@ from workers.worker_config import TransferConfig
 
 log = logging.getLogger("baton.worker")
 
-MAX_ARMED_CHUNKS = 4.0  # pushed by a step while it computes; the prompt that exceeds it is the last one
+MAX_ARMED_CHUNKS = 4.0  # chunks that a step pushes while it computes, plus those of the last prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class Outgoing:
         self.config = config
         self._pushes: dict[str, Push] = {}  # by ticket
         self._leaving: dict[str, Push] = {}  # all offered, not all sent
-        self._forgone: list[str] = []  # withdrawn ones of those: dropped after the next poll of sent chunks
+        self._forgone: list[str] = []  # withdrawn chunks, dropped after the next poll
         self._moved: list[str] = []
         self._released: list[str] = []
         self._failed: dict[str, BatonError] = {}
@@ -172,9 +172,9 @@ class Outgoing:
         shared = self._shared(ticket, hashes, coming)
         stop = min(shared.num_tokens // ticket.layout.block_size, ticket.stop)
         if stop <= session.first_block or (stop < ticket.stop and (session.needs_all or any(shared.num_passed))):
-            return 0  # of a shorter prefix, other blocks would be read than the ticket is for
+            return 0  # a shorter prefix would make the ticket's blocks wrong
         push = Push(shared, session, now, complete=shared.complete)
-        self._add(push)  # which may fail: nothing is held for it until then
+        self._add(push)  # may fail: nothing is held for the push before
         self._pool.acquire(shared.block_ids)
         session.truncate(stop * ticket.layout.block_size)
         return stop - session.first_block

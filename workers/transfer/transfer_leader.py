@@ -80,7 +80,7 @@ class TransferLeader:
         self._coming: list[Arrived] = []  # at rank 0, and not everywhere yet
         self._loads: list[LaneLoad] = []
         self._merged: tuple[LaneLoad, ...] = ()  # of those
-        self._sources: dict[Chunk, str] = {}  # arrived chunks that are neither landed nor dropped yet
+        self._sources: dict[Chunk, str] = {}  # arrived chunks, neither landed nor dropped
 
     @property
     def address(self) -> LaneAddress:
@@ -194,7 +194,7 @@ class TransferLeader:
         """Counters of rank 0's lanes, by transport."""
         ends = (self._transfer.sender, self._transfer.receiver)
         loads = [load for end in ends if end is not None for load in end.lane_loads()]
-        if loads != self._loads:  # they seldom change, and every message of a worker carries them
+        if loads != self._loads:  # loads seldom change, and every message carries them
             self._loads, self._merged = loads, merged(loads)
         return self._merged
 

@@ -98,7 +98,7 @@ class ExpertTensor:
     """A tensor of experts: of all in a layer, or of number `expert`."""
 
     prefix: str  # of the experts' names in Hugging Face's checkpoint
-    projections: tuple[str, ...]  # one after the other in its rows
+    projections: tuple[str, ...]  # in order of its rows
     expert: int | None
     suffix: str  # weight or bias
 

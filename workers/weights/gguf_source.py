@@ -33,7 +33,7 @@ class _TranslatedTensor:
     tensor: GGUFTensor
     permuted_heads: int = 0  # 0: rows are stored in Hugging Face's order
     expert: int | None = None  # the part of a tensor with all experts
-    rows: range | None = None  # of that part; None: all
+    rows: range | None = None  # of that part; None: all rows
     added: float = 0.0  # to every number, by the converter
 
     @property

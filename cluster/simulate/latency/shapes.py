@@ -37,7 +37,7 @@ class Gpu:
     """A worker with more GPUs than the `HOST_GPUS` of a host reduces over one network card per GPU."""
 
     flops: float  # per second, dense, bfloat16
-    fp8_flops: float | None  # per second, dense; None: its tensor cores have no fp8
+    fp8_flops: float | None  # per second, dense; None: no FP8 tensor cores
     memory_bytes: float
     memory_rate: float  # bytes per second
     link_rate: float  # bytes per second to the other GPUs of its host, one way

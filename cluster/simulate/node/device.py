@@ -135,7 +135,7 @@ class Device:
         self._content = np.zeros((num_pages, layout.block_size), dtype=np.uint16)  # modulo `MODULUS`, as tokens are
         self._flat = self._content.data.cast("B").cast("H")  # the same memory, faster for a few positions
         self._sums = array("q", bytes(8 * num_pages))  # the sum over each page's positions
-        self._num_before = 0  # steps launched before those that were foreseen
+        self._num_before = 0  # steps launched before the foreseen ones
         self._steps_s: list[float] = []  # foreseen: the duration of each step
         self._ends_s: list[float] = []  # and their ends
         self._totals: dict[str, tuple[int, int]] = {}  # request -> (positions, their sum) of the last batch

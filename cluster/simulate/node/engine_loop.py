@@ -385,7 +385,7 @@ class SimulatedEngineLoop:
         if not ahead_s:
             return
         self.num_turns += 1
-        if self._busy:  # it was cut to these
+        if self._busy:  # the batch was cut to these rows
             self._ahead_s = []
             self._take_steps(ahead_s)
             if len(ahead_s) > 1:

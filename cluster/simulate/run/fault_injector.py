@@ -220,7 +220,7 @@ class EventTrouble:
                 events = ()
             case Kind.EVENTS_DOUBLE:
                 events += events
-            case Kind.EVENTS_DELAY:  # they come with the next message
+            case Kind.EVENTS_DELAY:  # delayed events come with the next message
                 events, self._earlier = earlier, events
             case Kind.EVENTS_SWAP if events:  # every second message's events come before the first's
                 events, self._earlier = (events + earlier, ()) if earlier else ((), events)

@@ -257,7 +257,7 @@ def running_loop() -> VirtualLoop:
 def run_virtually(main: Coroutine[Any, Any, Result], *, loop: VirtualLoop) -> Result:
     """Raises the coroutine's exception, or that of another task."""
     asyncio.set_event_loop(loop)
-    with _ended_by_ctrl_c(loop):  # also while it closes: Python drops an exception that comes up in a destructor
+    with _ended_by_ctrl_c(loop):  # also during closing: Python drops exceptions raised in a destructor
         try:
             # No list of running generators is needed.
             loop.call_soon(partial(sys.set_asyncgen_hooks, firstiter=None))

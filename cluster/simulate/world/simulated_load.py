@@ -209,7 +209,7 @@ def assistant(load: GeneratedLoad) -> list[UserSession]:
     speed, turns_each = load.rate / ASSISTANT_RATE, MORE_TURNS / (MORE_TURNS - 1)
     earliest_s = -_PAUSE_S[-1][1] / speed
     talks: list[Sequence[tuple[float, SessionTurn]]] = []
-    ahead: list[float] = []  # times of turns that are not the first of their conversation
+    ahead: list[float] = []  # times of turns after a conversation's first
     num_due = 0
     for after_s in arrivals(load.rate / turns_each, steady, rng):
         begin_s = earliest_s + after_s

@@ -205,7 +205,7 @@ class Lane:
                 corrupt=isinstance(reason, PayloadCorrupted),
             )
         with self._wire_lock:
-            self._wire = None  # and with it go the connections, which the peer notices
+            self._wire = None  # closes the connections, which the peer notices
             self._aborted_s = None
         if wire is not None:
             wire.close()

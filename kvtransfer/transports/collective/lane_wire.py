@@ -33,7 +33,7 @@ from protos.values import LaneAddress
 _MAGIC = 0x4241544F4E4B5632  # "BATONKV2"
 _HEADER = struct.Struct(f"<Q8IQI{MAX_TICKET_ID_BYTES}s")
 _ALL_LAYERS = 2**32 - 1
-_GROUP_SHIFT = 8  # a chunk's group stands above its dtype, where the version before knew none
+_GROUP_SHIFT = 8  # a chunk's group is above its dtype, where earlier versions had nothing
 _BEAT = 0
 _CHUNK = 1
 _VOID = 2

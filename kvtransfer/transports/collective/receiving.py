@@ -31,7 +31,7 @@ class IncomingPayload:
 
     chunk: Chunk
     lane: Lane
-    missing: set[int]  # streams that have not begun with it
+    missing: set[int]  # streams that have not begun this payload
     begun_s: float
     num_coming: int
     payload: torch.Tensor | None = None
@@ -138,7 +138,7 @@ class Inbox:
         with self._changed:
             if parcel.payload is None:
                 while not self._changed.wait_for(self._has_room_for(parcel), _LOOK_S):
-                    if self.lane.aborted:  # a stream that waits for room reads nothing, and would not notice
+                    if self.lane.aborted:  # an idle stream that waits for room would not notice
                         raise WireBroken("the lane was closed while a payload waited for room")
                 if self.lane.closing.is_set():
                     raise Closing

@@ -106,7 +106,7 @@ class Outbox:
         start_s = time.monotonic()
         messages = self._messages(queued)
         wire.send(messages, queued.ready)
-        if not self.queue:  # else the next payload is put beside it meanwhile
+        if not self.queue:  # otherwise the next payload is staged meanwhile
             wire.flush()
         ended_s = time.monotonic()
         elapsed_s = ended_s - start_s

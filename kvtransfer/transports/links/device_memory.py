@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-_GRANULE = 2 * 2**20  # what is smaller shares its pages, and so its handle, with other allocations
+_GRANULE = 2 * 2**20  # smaller allocations share pages, and so a handle, with others
 _WITH_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
@@ -87,7 +87,7 @@ def _free_later(device: str, address: int, reading: int) -> None:
 
 def _call(device: str, name: str, *arguments: Any) -> None:
     with torch.cuda.device(device):
-        torch.cuda.mem_get_info()  # makes the device's context that of this thread
+        torch.cuda.mem_get_info()  # makes the device's context current on this thread
         status = getattr(_driver(), name)(*arguments)
     if status:
         raise RuntimeError(f"{name} returned {status}")

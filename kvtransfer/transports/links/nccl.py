@@ -116,4 +116,4 @@ class NcclGroup:
                 next_look_s = time.monotonic() + _LOOK_S
             time.sleep(_POLL_S)
         self.require_whole()
-        work.wait()  # over, also with an error: this raises it
+        work.wait()  # raises the error of the work

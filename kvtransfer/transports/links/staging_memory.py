@@ -27,7 +27,7 @@ class Staging:
         self._pinned = pinned and _cuda.is_available()
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._free: list[tuple[torch.Tensor, Any]] = []  # with the event after which it may be written into
+        self._free: list[tuple[torch.Tensor, Any]] = []  # with the event after which memory may be written
         self._taken: dict[int, torch.Tensor] = {}  # by address
         self.num_free_bytes = 0
 
@@ -63,7 +63,7 @@ class Staging:
             while self.num_free_bytes > self._max_bytes:
                 smallest = min(self._free, key=lambda entry: entry[0].numel())
                 if smallest[1] is not None:
-                    smallest[1].synchronize()  # torch's allocator knows nothing of the streams that used it
+                    smallest[1].synchronize()  # torch's allocator does not track the streams that used the memory
                 self._free = [entry for entry in self._free if entry is not smallest]
                 self.num_free_bytes -= smallest[0].numel()
 

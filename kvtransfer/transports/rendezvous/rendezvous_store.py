@@ -47,8 +47,8 @@ class _What(IntEnum):
     SET = 0
     GET = 1
     ADD = 2
-    RAISE = 3  # to this number, if it is less
-    DELETE = 4  # every key that begins with this one
+    RAISE = 3  # sets a key to this number, if that is less
+    DELETE = 4  # deletes every key that begins with this one
     WILL = 5  # to be set when this client's connection ends; an empty value revokes the last
 
 
@@ -70,7 +70,7 @@ class RendezvousServer:
         self._strangers: dict[socket.socket, bytes] = {}  # and the nonce that each was sent, oldest first
         self._has_refused = False
         self._full = False  # the last connection could not be accepted
-        self._resumes_s: float | None = None  # when the listener is looked at again; None while it is
+        self._resumes_s: float | None = None  # when the listener is watched again; None while it is
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._stop, stopped = socket.socketpair()
@@ -143,7 +143,7 @@ class RendezvousServer:
         """Makes a connection with the key a client. A client sends its claim in one piece; a shorter one is refused."""
         nonce = self._strangers.get(stranger)
         if nonce is None:
-            return  # it was dismissed in this very turn
+            return  # dismissed in this turn
         try:
             claimed = stranger.recv(rendezvous_key.CLAIM_BYTES)
             if claimed:
@@ -332,7 +332,7 @@ class RendezvousStore(Store):
                 found, length = _REPLY.unpack(self._receive(_REPLY.size))
                 answer = self._receive(length)
             except OSError:
-                self._socket.close()  # an answer that comes late must not be taken for the next one
+                self._socket.close()  # a late answer must not be read as the next one
                 raise
         return answer if found else None
 

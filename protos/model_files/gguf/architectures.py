@@ -44,7 +44,7 @@ class Architecture:
     fields: Callable[[GGUFFacts], Config] = lambda facts: {}
     reads: frozenset[str] = field(default_factory=frozenset)
     permuted: bool = False  # rows of queries and keys are in the order in which llama.cpp rotates neighbours
-    norm_eps: str = "rms_norm_eps"  # the field of config.json; another one is layer norm's
+    norm_eps: str = "rms_norm_eps"  # the field of config.json; any other field means layer norm
 
 
 WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"

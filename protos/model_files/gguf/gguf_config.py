@@ -166,7 +166,7 @@ def _rope(gguf: GGUFFile, own: Fields, turned: int) -> dict[str, Any]:
         return rope | {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        if "rope.scaling.attn_factor" in own:  # llama.cpp multiplies with it what the factor gives
+        if "rope.scaling.attn_factor" in own:  # llama.cpp multiplies it by the factor's result
             yarn["attention_factor"] = own.number("rope.scaling.attn_factor") * (0.1 * math.log(factor) + 1.0)
         betas = (name for name in ("beta_fast", "beta_slow") if f"rope.scaling.yarn_{name}" in own)
         return rope | yarn | {name: own.number(f"rope.scaling.yarn_{name}") for name in betas}

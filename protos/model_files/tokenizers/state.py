@@ -11,7 +11,7 @@ from protos.errors import BadCheckpoint
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # SentencePiece's types of pieces, and GGUF's
 
-_MAX_PIECE = 256  # letters of a piece that others are joined to: SentencePiece makes none above 16 by itself
+_MAX_PIECE = 256  # letters of a piece that may be joined; SentencePiece makes none above 16
 
 Parts = dict[str, Any]
 """normalizer, pre_tokenizer, decoder and model."""
@@ -190,7 +190,7 @@ def _words(tokens: TokenTable) -> dict[str, int]:
         size -= 1
     ends = [i for i in range(size, len(tokens.texts)) if tokens.types[i] == UNUSED]
     last_added = max((i for i in range(size, len(tokens.texts)) if tokens.types[i] != UNUSED), default=-1)
-    if any(i < last_added for i in ends):  # numbers of added tokens would not follow one another
+    if any(i < last_added for i in ends):  # the numbers of added tokens would have gaps
         size = last_added + 1
     return {text: index for index, text in enumerate(tokens.texts[:size])}
 

@@ -41,7 +41,7 @@ def _parts() -> tuple[str, dict[str, str], dict[str, str]]:
 
 async def page(gateway: Gateway, request: Request) -> Response:
     ports = gateway.replica_ports
-    if ports and request.scope["server"][1] not in ports:  # every look would be answered by another process
+    if ports and request.scope["server"][1] not in ports:  # another process would answer each request
         return RedirectResponse(request.url.replace(port=ports[0]))
     template, texts, headers = _parts()
     values = texts | {

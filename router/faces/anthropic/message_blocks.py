@@ -105,7 +105,7 @@ def _append_turn(messages: list[Template], role: str, blocks: Sequence[OpenBody]
 
 
 def _result(block: ToolResultBlock, where: str, ignored: Ignored) -> Template:
-    if block.is_error:  # its text says so: templates have no place for it
+    if block.is_error:  # templates have no field for errors; the text says so
         ignored.add(f"{where}.is_error")
     content: Any = block.content or ""
     if isinstance(content, list):

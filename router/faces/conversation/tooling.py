@@ -119,7 +119,7 @@ def tooling_of(gateway: Gateway, use: ToolUse | None, schema: AnswerSchema | Non
     elif use.choice != "required" and not any(one.strict for one in functions):
         if named is None and parallel:
             return Tooling(shown=use.shown, functions=use.functions, form=form, is_named=use.is_named)
-        functions = [_loose(one) for one in functions]  # arguments are free: of each call only that it is one of these
+        functions = [_loose(one) for one in functions]  # arguments are free; only the call's function is bound
     if not has_grammar(form):
         raise InvalidRequest(
             f"Calls in the format {form} cannot be bound: leave 'tool_choice', 'parallel_tool_calls', 'strict' and "
@@ -199,7 +199,7 @@ class AnswerReader:
     def read(self, piece: TextDelta) -> list[AnswerPart]:
         """The parts that a piece adds, neighbouring parts of the same text or call joined."""
         parts: Sequence[Part] = piece.parts if self._has_tools else [piece.text]
-        if self._required:  # the text is a call that was cut off before its name was whole
+        if self._required:  # a call cut off before its complete name
             parts = [part for part in parts if isinstance(part, CallDelta)]
         self.has_called = self.has_called or any(isinstance(part, CallDelta) for part in parts)
         thoughts: list[AnswerPart] = [ReasoningDelta(text=piece.reasoning)] if piece.reasoning else []

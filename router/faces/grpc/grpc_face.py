@@ -68,7 +68,7 @@ class GrpcFace:
         """Listens; returns the port. Raises Misconfigured when the address is taken or not ours."""
         try:
             if self._port and not self._is_shared:
-                with bound(self._host, self._port) as free:  # gRPC's core would log several lines if it is not
+                with bound(self._host, self._port) as free:  # a busy port makes gRPC's core log several lines
                     free.listen()
             port = listen_grpc(self._server, self._host, self._port, self._credentials)
         except (OSError, RuntimeError) as error:

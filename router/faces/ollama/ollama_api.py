@@ -65,7 +65,7 @@ def _ignored(body: OpenBody) -> dict[str, str]:
 
 SPOKEN_VERSION = "0.12.0"
 """The version of Ollama whose API this is: clients refuse servers that are too old for them."""
-NEVER = "2318-11-10T23:47:16Z"  # what Ollama has for a model that stays
+NEVER = "2318-11-10T23:47:16Z"  # Ollama's value for a model that stays loaded
 
 
 async def spoken_version(gateway: Gateway, request: Request) -> Response:
@@ -141,7 +141,7 @@ OLLAMA = Api(
     paths=("/api/",),
     error_body=error_body,
     error_event=lambda error: json_line(error_body(error) | retry_after(error)),
-    keep_alive=b"",  # the response begins; a line without an answer would stop its clients
+    keep_alive=b"",  # begins the response; an empty line would stop clients
     stream_type=b"application/x-ndjson",
     model_tag=":latest",
 )

@@ -116,7 +116,7 @@ def responses_tooling(body: InputBody, gateway: Gateway, ignored: Ignored) -> To
     tools = listed_tools(body.tools, ignored)
     functions = [tool.to_function() for tool in tools]
     choice, allowed, is_named = _choice(body.tool_choice, ignored)
-    callable_ones = functions if allowed != [] else []  # []: what may be called are tools that are skipped
+    callable_ones = functions if allowed != [] else []  # []: all allowed tools are skipped ones
     if choice == "required" or allowed:
         check_callable(callable_ones, body.tools, "required" if choice == "required" else "allowed_tools")
     use = None

@@ -81,7 +81,7 @@ class RowJournal:
                 continue
             try:
                 file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:  # another one was faster
+            except FileNotFoundError:  # another process was faster
                 continue
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -64,7 +64,7 @@ class RequestLedger:
         self._model = model
         self._clock = clock
         self._budgets = budgets
-        self._open: dict[str, tuple[ObservedRequest, float]] = {}  # with the time at which its next note is due
+        self._open: dict[str, tuple[ObservedRequest, float]] = {}  # with the time of the next note
         self._looks = 0
         self._latest = FleetMinute(minute=0, devices=0)
         self._counts = WorkerCounts()
@@ -168,7 +168,7 @@ class RequestLedger:
                         await asyncio.to_thread(self._read)
                 except Unavailable:
                     pass  # the database logs it
-                except Exception:  # a bug in one look: the next one follows
+                except Exception:  # a bug in one turn must not end the others
                     log.exception("the ledger misses a look at the fleet: internal error")
                 self._looks += 1
                 await asyncio.sleep(LOOK_S)

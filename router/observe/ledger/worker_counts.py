@@ -37,11 +37,13 @@ class WorkerCounts:
                 before=worker.tokens_before,
             )
             if start not in self._latest and not count.num_tokens:
-                continue  # its first load has not come: what it had before is unknown
+                continue  # the worker's earlier counts are unknown before its first load
             if start not in self._latest:
                 self._written[start] = count
                 due.append(count)
-            if start not in self._latest or count.num_tokens >= self._latest[start].num_tokens:  # a lost one has none
+            if (
+                start not in self._latest or count.num_tokens >= self._latest[start].num_tokens
+            ):  # a lost worker has no new count
                 self._latest[start] = count
         return due
 

@@ -32,7 +32,7 @@ def numbered_token(grammar: str) -> str:
     library takes each number for a text token, even a control token's."""
     from llguidance import LLMatcher
 
-    if "<[" not in grammar and "\\u" not in grammar:  # a list of grammars is JSON, which may escape them
+    if "<[" not in grammar and "\\u" not in grammar:  # a list of grammars is JSON, which may escape the brackets
         return ""
     _, warnings = LLMatcher.validate_grammar_with_warnings(grammar)  # without a tokenizer it names each such token
     if not any("can't validate <" in warning for warning in warnings):

@@ -27,7 +27,7 @@ MAX_CHOICES = 1024
 # as long as they may.
 _WHITESPACE = r"\x20|\x0A[\x20\x09]{0,24}"
 
-MAX_EBNF_CHARS = 4096  # what the library reads it with takes the square of them
+MAX_EBNF_CHARS = 4096  # the library's reader takes the square of the length
 _EBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 _ANNOTATIONS = frozenset(
@@ -38,7 +38,7 @@ _ANNOTATIONS = frozenset(
 _OF_URI = "#/:?=&%~+,;@!$'()*"  # characters of a reference besides letters, digits and _.-~
 _VALUES = ("const", "enum", "default", "examples")
 
-_OPTIONS = "x-guidance"  # the library's, in a schema: they would decide of white space, and how much is enforced
+_OPTIONS = "x-guidance"  # the library's options in a schema would decide whitespace and strictness
 
 
 def json_grammar(schema: Mapping[str, Any], *, lenient: bool = False, compact: bool = False) -> str:

@@ -127,7 +127,7 @@ class TextAndCalls:
         self._outer = tuple(outer)
         self._is_inside = False  # an outer mark stands before the call
         self._held = ""
-        self._opening = ""  # what was read of a call that may be none
+        self._opening = ""  # the possible beginning of a call
         self._state: Callable[[list[Part]], bool] = self._text
         self.num_calls = 0
 

@@ -116,7 +116,7 @@ class _Call:
         self._key = ""
         self._name = ""
         self._reader: JsonRepair | CallArguments | None = None  # of the key or the value that is being read
-        self._token: list[str] = []  # what it has read
+        self._token: list[str] = []  # characters of the current token
         self._arguments: list[str] = []  # read and not sent
         self._has_arguments = False
         self._raw: list[str] = []

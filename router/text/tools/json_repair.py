@@ -34,7 +34,7 @@ class JsonRepair:
         self._quote = ""
         self._escape = ""
         self._word: list[str] = []
-        self._gap: list[str] = []  # a comma and the white space behind it
+        self._gap: list[str] = []  # a comma with the white space after it
         self._last = ""  # the last token: one of the above, "," or an opening bracket
         self._json: list[str] = []
         self.is_done = False

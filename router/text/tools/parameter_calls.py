@@ -53,7 +53,7 @@ class ParameterCalls(TextAndCalls):
         self._parameters: Mapping[str, ParameterType] = {}
         self._keys: Sequence[str] = ()  # openings of the parameters
         self._num_parameters = 0
-        self._value: list[str] | None = None  # of a parameter that is sent when it is complete
+        self._value: list[str] | None = None  # the value of a parameter that is sent when complete
         self._type = ANY
         self._is_fresh = False
         self._is_over = False

@@ -56,7 +56,7 @@ class LayerForm:
     norm: CompiledNorm
     eps: float
     activation: CompiledActivation
-    gated: bool  # the MLP; else its activation is of all that goes into the second product
+    gated: bool  # whether the MLP is gated; else its activation applies to the second product's whole input
     attention_scale: float
     softcap: float
     residual: float  # times what each half of a layer adds

@@ -29,7 +29,7 @@ log = logging.getLogger("baton.worker")
 _FOLDER = Path(__file__).parent
 _FLAGS = "-std=c++20 -O3 -fopenmp-simd -pthread -fno-math-errno -fno-trapping-math -fPIC -w".split()
 _SOURCES = {
-    "elementwise.cpp": "-ffp-contract=off",  # rounded where torch rounds, to be equal to it
+    "elementwise.cpp": "-ffp-contract=off",  # rounds where torch rounds, to equal it
     "attention.cpp": "-ffp-contract=fast",
     "latent.cpp": "-ffp-contract=fast",
     "attention_rounded.cpp": "-ffp-contract=fast",

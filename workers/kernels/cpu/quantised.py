@@ -210,8 +210,8 @@ class PackedQuantised(PanelProduct):
 class _Positions:
     """Where columns of codes stand in steps."""
 
-    columns: torch.Tensor  # int32 [P]: -1 where there is none
-    inputs: torch.Tensor | None  # int32 [P]; None: as they come
+    columns: torch.Tensor  # int32 [P]: -1 for an empty place
+    inputs: torch.Tensor | None  # int32 [P]; None: in order
     group_steps: torch.Tensor | None  # int32 [G]; None: each group is half a step
 
     @property

@@ -49,7 +49,7 @@ def empty_rows(num_rows: int, width: int, *, dtype: torch.dtype, stride: int = 0
         small = torch.empty(num_rows, stride, dtype=dtype)
         return small if stride == width else small[:, :width]
     region = _KEPT.take(num_bytes)
-    held = memoryview(region)  # one per tensor: it is freed with the tensor's memory
+    held = memoryview(region)  # freed with the tensor's memory
     weakref.finalize(held, _KEPT.give_back, region).atexit = False
     whole = torch.frombuffer(held, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
@@ -100,7 +100,7 @@ class Regions:
             best = fitting[0] if fitting else free[-1]
             try:
                 self._free.remove(best)
-            except ValueError:  # another thread took it first
+            except ValueError:  # taken by another thread
                 continue
             if fitting:
                 return best

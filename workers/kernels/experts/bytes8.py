@@ -30,7 +30,7 @@ def _byte_experts(
     if expert >= num_experts:
         return
     address = tl.load(weights_ptr + expert)
-    if address == 0:  # another rank has it
+    if address == 0:  # an expert of another rank
         return
     weight_ptr = tl.multiple_of(address.to(like_ptr.dtype), 16)
     scale_ptr = tl.multiple_of(tl.load(scales_ptr + expert).to(x_scales_ptr.dtype), 16)

@@ -47,7 +47,7 @@ def _code_experts(
     expert = tl.load(experts_ptr + tile)
     if expert >= num_experts:
         return
-    if tl.load(table_ptr + expert) == 0:  # another rank has it
+    if tl.load(table_ptr + expert) == 0:  # an expert of another rank
         return
     outputs_N = tl.program_id(1) * N + tl.arange(0, N)
     pairs_M = tl.load(pairs_ptr + tile * M + tl.arange(0, M))

@@ -39,7 +39,7 @@ def _expert_product(
     if expert >= num_experts:
         return
     address = tl.load(weights_ptr + expert)
-    if address == 0:  # another rank has it
+    if address == 0:  # an expert of another rank
         return
     weight_ptr = tl.multiple_of(address.to(x_ptr.dtype), 16)
     outputs_N, lanes_K = tl.program_id(1) * N + tl.arange(0, N), tl.arange(0, K)

@@ -64,7 +64,7 @@ class CachedBits:
     values: torch.Tensor
     key_scales: torch.Tensor  # int8: [NB, K, BS]; e4m3: [K]; float32. Plain: not read
     value_scales: torch.Tensor
-    scales_stride: int  # from one block's scales to the next one's
+    scales_stride: int  # from one block's scales to the next block's
     kind: int
 
     @classmethod

@@ -73,7 +73,7 @@ class ExpertsConfig:
     width: int  # of each expert
     sparse: tuple[bool, ...]
     names: ExpertNames
-    shared_width: int = 0  # of the expert that every token passes; 0: none
+    shared_width: int = 0  # of the shared expert; 0: none
     shared_gated: bool = False  # its output is times sigmoid of a learned product of the token
     clamped: ClampedGate | None = None  # None: silu(gate) * up
     biased: bool = False  # gate, up and down of each expert

@@ -28,7 +28,7 @@ from workers.models.families.traits import (
 class Family:
     name: str  # config.json's model_type
     architecture: str
-    models: str  # for users: what is published under this architecture
+    models: str  # the published models of this architecture, for users
     windows: Callable[[Fields, int], Windows] = no_windows
     ropes: Callable[[Fields, Windows, RopeSizes], Ropes] = one_rope
     scales: Callable[[Fields], Scales] = no_scales
@@ -46,11 +46,11 @@ class Family:
     rotary_dim_field: str | None = None  # the number of dimensions that turn, in place of partial_rotary_factor
     attention_bias_field: str = "attention_bias"
     mlp_bias_field: str = "mlp_bias"
-    o_bias: bool = True  # the attention's output has a bias too, where queries, keys and values have one by that field
+    o_bias: bool = True  # the attention's output has a bias if queries, keys and values have one by that field
     qkv_bias: bool = False  # always, without a field of config.json
     qk_norm: QKNorm | None = None
-    qk_norm_field: str | None = None  # the field that must be true for it; None: always
-    sinks: bool = False  # a logit for each query head that takes its share of the softmax
+    qk_norm_field: str | None = None  # the field that turns it on; None: always on
+    sinks: bool = False  # an extra logit of each query head's softmax
     head_dim: int | None = None  # None: hidden size / heads, unless config.json has another
 
     @property

@@ -23,7 +23,7 @@ class LatentConfig:
 
     rank: int
     rope_dim: int
-    nope_dim: int  # of a head's query and key, those that do not turn
+    nope_dim: int  # unrotated dimensions of a head's query and key
     value_dim: int  # of a head
     query_rank: int | None
     interleaved: bool

@@ -30,7 +30,7 @@ class NormKind:
     centred: bool = False
     bias: bool = False  # of a layer norm
     eps: float = 1e-6
-    offset: float = 0.0  # added to the stored weights: Gemma stores them less one
+    offset: float = 0.0  # added to the stored weights, which Gemma stores less one
     wide: bool = False  # times the weight in float32, rounded once; else rounded before the weight and after
 
 

@@ -48,7 +48,7 @@ class MixtureOfExperts:
     def __init__(self, context: LayerContext, prefix: str, experts: ExpertsConfig, hidden_size: int) -> None:
         names, rank, size = experts.names, context.parallel.rank, context.parallel.size
         self._config = experts
-        self.counts_X = torch.zeros(experts.num_experts, dtype=torch.int64)  # tokens that each expert has had so far
+        self.counts_X = torch.zeros(experts.num_experts, dtype=torch.int64)  # tokens of each expert so far
         self._parallel = context.parallel
         self._router = _Router(context, prefix, experts, hidden_size)
         share = (1, 0) if context.expert_parallel else (size, rank)
@@ -251,7 +251,7 @@ class ExpertShare:
             WeightShare(projections=(down,), total_inputs=total, first_input=share * width, num_inputs=width)
         )
         self._down_bias_E = context.empty(hidden_size) if experts.biased and not shared else None
-        self._down_name, self._adds_bias = down.name, share == 0  # of partial sums the first one has it
+        self._down_name, self._adds_bias = down.name, share == 0  # the first partial sum has the bias
 
     def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
         inner_TI = self._gate_up(x_TE)

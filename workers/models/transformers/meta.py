@@ -27,7 +27,7 @@ def config_of(folder: Path, fields: Fields) -> tuple[Any, type[Any]]:
     that is no text decoder."""
     name = named(fields)
     _refuse_fields(name, fields)
-    import transformers  # seconds: after the refusals that need none of it
+    import transformers  # takes seconds, so refusals come first
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     transformers.logging.set_verbosity_error()

@@ -20,7 +20,7 @@ from protos.errors import UnsupportedModel
 from workers.models.transformers.attention_function import SERVED, TRACED, AttentionStep
 from workers.models.transformers.transformers_config import AttentionCall
 
-NUM_TOKENS = 13  # no other size of a model is likely to be this
+NUM_TOKENS = 13  # unlikely to be any size of the model
 
 _HARMLESS = frozenset({
     "attention_mask", "cache_position", "is_causal", "output_attentions", "output_hidden_states", "position_ids",

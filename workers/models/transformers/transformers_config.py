@@ -43,7 +43,7 @@ class TransformersConfig:
     eos_token_ids: tuple[int, ...]
     tp_unit: int
     why_one_rank: str
-    long_from: int | None = None  # longer prompts have other frequencies of rope, and so other keys
+    long_from: int | None = None  # longer prompts have other rope frequencies, and so other keys
 
     @property
     def num_layers(self) -> int:

@@ -134,7 +134,7 @@ def _checked(folder: Path, traced: TracedModel, context: LayerContext, source: C
     linears = [module for module in model.modules() if isinstance(module, MatrixLinear)]
     tied = set(model.all_tied_weights_keys)
     for name, parameter in list(model.named_parameters()):
-        if name not in tied:  # those of a MatrixLinear are none
+        if name not in tied:  # parameters of a MatrixLinear are not tied
             slots += _slots_of(model, name, parameter, cuts.get(name), context)
     names = source.names()
     slots += [

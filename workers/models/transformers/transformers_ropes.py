@@ -35,7 +35,7 @@ class LongTokens:
 
     def __init__(self, long_from: int) -> None:
         self._long_from = long_from
-        self._long_T: torch.Tensor | None = None  # None: no token has them
+        self._long_T: torch.Tensor | None = None  # None: the tokens have no long position
 
     def begin(self, inputs: AttentionInputs, prompt_lens: Sequence[int]) -> None:
         if max(inputs.max_context, *prompt_lens) <= self._long_from:
@@ -56,7 +56,7 @@ class LongTokens:
             long_T = self._long_T
             if long_T is None:
                 return turn(x, position_ids, *more, **named)
-            beyond = position_ids.new_full((1, 1), self._long_from)  # so that the largest position is a long one's
+            beyond = position_ids.new_full((1, 1), self._long_from)  # makes the largest position a long one
             long = turn(x, torch.cat([position_ids, beyond], dim=1), *more, **named)
             short = turn(x, position_ids.clamp(max=self._long_from - 1), *more, **named)
             return tuple(

@@ -40,7 +40,7 @@ class DraftLimits:
     scratch_pages: int
     chunk: int  # known tokens that a call computes at most
     max_len: int  # positions that the model can take
-    vocab_size: int  # tokens that it shares with the target
+    vocab_size: int  # tokens shared with the target
 
 
 @dataclass(slots=True)

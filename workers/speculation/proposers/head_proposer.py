@@ -129,7 +129,7 @@ class HeadProposer(ModelProposer[_Headed]):
             headed = self._sequences[query.request_id]
             if query.max_drafts > 0 and headed.num_known == num_tokens(headed.sequence):
                 drafts[query.request_id] = [headed.draft_id]
-                headed.num_known = 0  # its features are gone once it was continued
+                headed.num_known = 0  # a continued sequence's features are gone
         max_drafts = {query.request_id: query.max_drafts for query in queries}
         active = [name for name in drafts if name in self._continued]
         self._continued = frozenset()

@@ -46,9 +46,9 @@ class MatchIndex:
         order_T = np.argsort(keys_T, kind="stable")
         self._sorted = array("q", keys_T[order_T].tobytes())
         self._order_T = order_T.astype(np.int32)
-        self._latest: dict[int, int] = {}  # of a key that ends in the answer: the place after it
+        self._latest: dict[int, int] = {}  # by a key that ends in the answer: the place after it
         self._before: dict[int, int] = {}  # the place of the same key before
-        self._short: dict[int, tuple[int, int]] = {}  # of one or two tokens in the answer: the latest places after them
+        self._short: dict[int, tuple[int, int]] = {}  # by one or two tokens of the answer: the latest places after them
         for place in range(max(1, len(token_ids) - KEY + 2), len(token_ids) + 1):  # no key begins so late
             self._add_short(place)
 

@@ -27,7 +27,7 @@ class _Place:
     sequence: SpeculatedSequence
     places: dict[tuple[int, ...], list[int]] | None = None
     at: int | None = 0
-    near: int = 0  # where it was last
+    near: int = 0  # the place of the last match
     num_seen: int = 0
     num_followed: int = 0
 

@@ -18,7 +18,7 @@ from workers.weights.formats.stored_tensors import StoredTensors, bytes_of_words
 from workers.weights.source import WeightSource
 
 _BITS = 4
-_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in its word the code of each of eight outputs is
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # the place of each of eight outputs' codes in its word
 
 
 def encodings(group_size: int | None, source: WeightSource) -> WeightEncodings:

@@ -34,7 +34,7 @@ class ByteSettings:
     block: tuple[int, int] = (1, 1)
     zero: str | None = None  # of int8, a zero for each scale
     activations: ActivationRounding | None = None
-    input_scale: str | None = None  # of static activations: the tensor that has their scale
+    input_scale: str | None = None  # the tensor of static activations' scale
     input_zero: str | None = None
     layout: str | None = None  # the tensor that has the layout's number, 0 for rows
 

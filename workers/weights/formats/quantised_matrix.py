@@ -102,7 +102,7 @@ class QuantisedMatrix:
         self._dtype = dtype
         self._padding = padding
         self._gated = gated
-        self._parts: list[list[QuantisedProduct]] = []  # beside one another; of each the products are added up
+        self._parts: list[list[QuantisedProduct]] = []  # side by side; products of an inner list are added up
         self._packed: PackedMatrix | None = None
 
     @property
@@ -190,7 +190,7 @@ class QuantisedMatrix:
 
 
 def _converted(weight: StoredWeight) -> Sequence[QuantisedWeight]:
-    weight.stored.slots.clear()  # a check that is the weight's method would keep it, and its tensors, in a circle
+    weight.stored.slots.clear()  # a bound method as check would keep the weight's tensors alive in a cycle
     converted, order = weight.weights(), weight.stored.projection.order
     if not order:
         return converted

@@ -114,7 +114,7 @@ def test_awq_loses_less_than_rounding_to_nearest() -> None:
         assert error(x_TI, before[name], rounded) < 0.7 * error(x_TI, before[name], rounding.rounded(before[name]))
 
 
-def test_awq_skips_inputs_with_other_consumers() -> None:
+def test_awq_skips_inputs_whose_producer_has_other_outputs() -> None:
     """With grouped queries several heads of o_proj's inputs come from one head of v_proj."""
     layer, sample = "model.layers.0", InputSample(64)
     sample.add(correlated(100, 64))
