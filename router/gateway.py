@@ -28,7 +28,7 @@ from router.model_texts import ModelTexts, RevisionTexts, open_texts
 from router.observe.history import History
 from router.observe.ledger.request_ledger import RequestLedger
 from router.observe.request_observer import EndedRequest, ObservedRequest, RequestObserver
-from router.request_metrics import RequestMetrics, Track
+from router.request_metrics import RequestMetrics, Track, arrival
 from router.router_config import HttpConfig, RouterConfig
 from router.streaming.token_sink import TokenSink, compiled
 from router.text.model_card import ModelCard
@@ -215,7 +215,8 @@ class Gateway:
         request = ObservedRequest(ask, (), counted, track.endpoint, access.key_id, self.card.name)
         most_usd = self.ledger.most_usd(request) if self.ledger is not None else 0.0
         await access.enter(ask.tenant, ask.request_id, sum(map(len, ask.prompts)), most_usd=most_usd)
-        request = request._replace(records=records.open(ask.jobs))
+        came = arrival.get()
+        request = request._replace(records=records.open(ask.jobs, arrived_s=came.at_s if came is not None else None))
         error: BaseException | None = None
         try:
             for observer in self.observers:

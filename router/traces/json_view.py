@@ -1,4 +1,4 @@
-"""Records as JSON. Times are seconds since the request came in; `received_at` alone is the wall clock's."""
+"""Records as JSON. Times are seconds since the request arrived; `received_at` alone is the wall clock's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def summary(record: RequestTrace, wall_offset_s: float) -> View:
     return {
         "request_id": record.job.group_id,
         "job": record.job.request_id,
-        "received_at": record.received_s + wall_offset_s,
+        "received_at": record.arrived_s + wall_offset_s,
         "state": "ended" if timestamps.ended_s is not None else "running" if choice else "waiting",
         "outcome": record.outcome,
         "prompt_tokens": record.num_prompt_tokens,
@@ -69,7 +69,7 @@ def shadow_view(shadow: ShadowPolicy) -> View:
 def _choice(record: RequestTrace, choice: DecisionRecord) -> View:
     decision = choice.decision
     return {
-        "at_s": choice.at_s - record.received_s,
+        "at_s": choice.at_s - record.arrived_s,
         "policy": decision.policy,
         "prefill": decision.prefill,
         "decode": _decode(record, decision),
@@ -116,11 +116,11 @@ def _measured(record: RequestTrace, expected: LatencyEstimate) -> View:
 
 def _timeline(record: RequestTrace) -> Sequence[View]:
     events: list[View] = [
-        {"at_s": event.at_s - record.received_s, "what": str(event.what), **event.facts} for event in record.events
+        {"at_s": event.at_s - record.arrived_s, "what": str(event.what), **event.facts} for event in record.events
     ]
     timestamps = record.timestamps
     if timestamps.last_s is not None and timestamps.num_tokens > 1:
-        last = {"at_s": timestamps.last_s - record.received_s, "what": "last token", "tokens": timestamps.num_tokens}
+        last = {"at_s": timestamps.last_s - record.arrived_s, "what": "last token", "tokens": timestamps.num_tokens}
         events.append(last)
     return sorted(events, key=lambda event: (event["at_s"], event["what"] == "ended"))
 
@@ -133,4 +133,4 @@ def _tpot_s(record: RequestTrace) -> float | None:
 
 
 def _since(record: RequestTrace, moment_s: float | None) -> float | None:
-    return moment_s - record.received_s if moment_s is not None else None
+    return moment_s - record.arrived_s if moment_s is not None else None

@@ -31,6 +31,7 @@ Fact = str | int | float
 
 
 class EventKind(StrEnum):
+    ARRIVED = "arrived"
     RECEIVED = "received"
     ADMITTED = "admitted"
     DECIDED = "decided"
@@ -105,6 +106,7 @@ class RequestTrace:
 
     job: Job  # without its prompt after its end
     received_s: float
+    arrived_s: float = field(init=False)
     num_prompt_tokens: int = field(init=False)
     chain: Chain = field(default_factory=Chain)
     opening: bytes = b""
@@ -118,6 +120,7 @@ class RequestTrace:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.job.prompt_ids)
+        self.arrived_s = self.received_s
 
     @property
     def reading(self) -> DecisionRecord:
@@ -191,10 +194,13 @@ class RequestTraces:
         self._chained: deque[RequestTrace] = deque()
         self._chain_bytes = 0
 
-    def open(self, jobs: Iterable[Job]) -> Sequence[RequestTrace]:
+    def open(self, jobs: Iterable[Job], *, arrived_s: float | None = None) -> Sequence[RequestTrace]:
         now, opened = loop_time(), []
         for job in jobs:
             record = RequestTrace(job=job, received_s=now)
+            if arrived_s is not None:
+                record.arrived_s = arrived_s
+                record.note(EventKind.ARRIVED, arrived_s)
             record.note(EventKind.RECEIVED, now, prompt_tokens=len(job.prompt_ids), max_tokens=job.sampling.max_tokens)
             self._ring.append(record)
             opened.append(record)

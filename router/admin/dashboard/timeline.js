@@ -2,11 +2,12 @@
 const Timeline = (() => {
   const { node, svg, seconds, count } = Nodes;
   const NEXT = {  // event: [the stage that it ends, the stage that it begins]
-    received: ["", "queue"], admitted: ["queue", "route"], "prompt sent": ["route", "prefill"],
+    arrived: ["", "receive"], received: ["receive", "queue"], admitted: ["queue", "route"], "prompt sent": ["route", "prefill"],
     "prompt computed": ["prefill", "transfer"], "first token": ["prefill", "decode"], "KV arrived": ["transfer", "decode"],
     "moved with its KV": ["decode", "decode"],
   };
   const MEANINGS = {
+    receive: "the request is checked, and its prompt tokenised",
     queue: "waits in line at the gateway", route: "workers are chosen, and blocks reserved", prefill: "the prompt is computed",
     transfer: "KV moves to the decode worker", decode: "the answer is written", failed: "the attempt ended",
   };

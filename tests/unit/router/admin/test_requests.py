@@ -35,10 +35,12 @@ async def test_a_request_tells_its_candidates_costs_choice_and_story(make: Calla
     assert choice["measured"]["ttft_s"] - choice["expected"]["ttft_s"] == choice["measured"]["ttft_error_s"]
     story = [event["what"] for event in job["timeline"]]
     assert story == [
-        "received", "admitted", "decided", "blocks reserved", "prompt sent", "prompt computed", "first token",
-        "KV arrived", "last token", "ended",
+        "arrived", "received", "admitted", "decided", "blocks reserved", "prompt sent", "prompt computed",
+        "first token", "KV arrived", "last token", "ended",
     ]  # fmt: skip
     assert [event["at_s"] for event in job["timeline"]] == sorted(event["at_s"] for event in job["timeline"])
+    arrived, received, *_ = job["timeline"]
+    assert arrived["at_s"] == 0.0 < received["at_s"] < job["ttft_s"], "reading the prompt is part of the story"
 
 
 async def test_a_failure_and_the_next_attempt_are_in_the_story(make: Callable[..., Cluster]) -> None:

@@ -143,7 +143,7 @@ async def test_a_request_is_drawn_stage_by_stage(browser: Browser, cluster: Clus
         await tab.until("document.querySelector('.stages')")
         rows = "[...document.querySelectorAll('.stages tbody tr')]"
         assert await tab.js(f"{rows}.map((one) => [0, 1].map((at) => one.cells[at].innerText))") == [
-            ["queue", ""], ["route", ""], ["prefill", "p0"], ["transfer", "p0 to d0"], ["decode", "d0"]
+            ["receive", ""], ["queue", ""], ["route", ""], ["prefill", "p0"], ["transfer", "p0 to d0"], ["decode", "d0"]
         ]  # fmt: skip
         boxes = "[...document.querySelectorAll('.stages rect')].map((one) => one.getBoundingClientRect())"
         bars = await tab.js(f"{boxes}.map((one) => [one.left, one.right])")
