@@ -64,12 +64,12 @@ def build_router(
     dispatcher = Dispatcher(fleet=fleet, policy=policy, config=config, routing=routing)
     alone = Dispatcher(fleet=fleet, policy=by_one_worker(policy), config=config, routing=Routing())
     canary = Canary(dispatcher, alone=alone, every=config.dispatch.canary_every)
-    admission = Admission(canary, fleet=fleet, config=config)
+    admission = Admission(canary, fleet=fleet.offers, config=config)
     idle_records = RequestTraces()
     idle = _idle(config, fleet, policy, admission, idle_records)
     if registry is not None:
         registry.register(Scraped(lambda: fleet_metrics(fleet)))
-        registry.register(Scraped(lambda: prediction_metrics(fleet.predictor, routing.shadows)))
+        registry.register(Scraped(lambda: prediction_metrics(fleet.offers.predictor, routing.shadows)))
         registry.register(Scraped(lambda: dispatch_metrics(dispatcher.moves, dispatcher.pulls, canary)))
         registry.register(Scraped(lambda: admission_metrics(admission)))
     return Router(
@@ -98,5 +98,5 @@ def _idle(
 
     limits = IdleLimits(ttft_s=config.ttft_ms / 1000, tpot_s=config.tpot_ms / 1000, slowdown=config.batch.slowdown)
     return IdleAdmission(
-        generate, fleet=fleet, limits=limits, num_waiting=lambda: admission.num_waiting, decided=decided
+        generate, fleet=fleet.offers, limits=limits, num_waiting=lambda: admission.num_waiting, decided=decided
     )

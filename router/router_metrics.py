@@ -131,7 +131,7 @@ def fleet_metrics(fleet: Fleet) -> Iterable[Metric]:
     states = Counter[tuple[str, ...]](dict.fromkeys([(role, state) for role in WorkerRole for state in WorkerState], 0))
     states.update((w.info.role if w.info else "unknown", w.state) for w in status)
     yield gauge("pool_workers", "Workers by state", states, ("pool", "state"))
-    shared = {(): float(fleet.shares_index)}
+    shared = {(): float(not fleet.feed.trouble)}
     yield gauge("index_shared", "0 while a prefix index in Redis is not reached", shared)
     yield from _by_worker(status)
     adapters, labels = fleet.adapters().values(), ("adapter",)

@@ -69,8 +69,8 @@ MUTANTS = (
     Mutant(
         name="leak: a line keeps the place of a client that left",
         module="router.dispatch.dispatcher",
-        old="        finally:\n            self._fleet.num_turned_away -= 1\n",
-        new="        except asyncio.CancelledError:\n            raise\n        else:\n            self._fleet.num_turned_away -= 1\n",
+        old="        finally:\n            self._fleet.offers.num_turned_away -= 1\n",
+        new="        except asyncio.CancelledError:\n            raise\n        else:\n            self._fleet.offers.num_turned_away -= 1\n",
     ),
     # -- drafts --------------------------------------------------------------------------------------------------------
     Mutant(

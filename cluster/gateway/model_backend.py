@@ -125,7 +125,7 @@ class ModelBackend:
             self.gateway.revisions.follow(self.fleet.revisions, self.fleet.revision)
         await self._feed.start()
         self._tasks = [
-            asyncio.create_task(SleepWatch(self.fleet, self.gateway.fleet_owner).run(), name="sleep"),
+            asyncio.create_task(SleepWatch(self.fleet.sleep, self.fleet, self.gateway.fleet_owner).run(), name="sleep"),
             asyncio.create_task(self._reporter.run(), name="capacity"),
         ]
         if self._ledger is not None:
@@ -162,7 +162,7 @@ class ModelBackend:
     async def until_ready(self) -> None:
         now = asyncio.get_running_loop().time
         while not self.fleet.ready():
-            await self.fleet.wait(until=now() + 60.0)
+            await self.fleet.offers.wait(until=now() + 60.0)
 
 
 def _trace_exporter(config: RouterConfig, gateway_id: str, registry: CollectorRegistry) -> TraceExporter | None:

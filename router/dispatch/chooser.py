@@ -64,18 +64,18 @@ class Chooser:
 
     def choose(self, job_state: JobState, candidates: CandidateTable) -> Decision:
         fleet, record, now = self._fleet, job_state.record, loop_time()
-        block_size = fleet.block_size or 1
+        block_size = fleet.offers.block_size or 1
         hashes = job_state.hashes(block_size)
         view = RequestView(
             request_id=job_state.job.request_id,
             num_tokens=job_state.num_tokens,
             block_size=block_size,
             num_decided=self._num_decided,
-            answer_tokens=fleet.predictor.answer_tokens,
+            answer_tokens=fleet.offers.predictor.answer_tokens,
             within_s=job_state.first_due_s - now,
-            block_bytes=fleet.block_bytes,
-            window_bytes=fleet.window_bytes,
-            lanes=fleet.predictor.lanes,
+            block_bytes=fleet.offers.block_bytes,
+            window_bytes=fleet.offers.window_bytes,
+            lanes=fleet.offers.predictor.lanes,
         )
         away = job_state.failed | job_state.full
         decision = avoiding(self._policy, away)(view, candidates)
@@ -111,7 +111,7 @@ class Chooser:
         if first and record.choices and record.job.priority != BATCH_PRIORITY:
             choice = record.choices[-1]
             prefill_worker = choice.prefill_worker
-            self._fleet.predictor.saw_first_token(
+            self._fleet.offers.predictor.saw_first_token(
                 prefill_worker.worker_id,
                 prefill_worker.role,
                 num_tokens=prefill_worker.queued_prefill_tokens
@@ -133,7 +133,7 @@ class Chooser:
         waited_s = max(0.0, now - prefilled_s - choice.estimate.tpot_s)
         hidden_s = max(0.0, choice.estimate.transfer_s - waited_s)
         record.arrived(now, kv_bytes=round(num_bytes), hidden_s=round(hidden_s, 6), **self._transport(ends[0]))
-        self._fleet.predictor.saw_transfer(*ends, num_bytes=num_bytes, seconds=waited_s, now=now)
+        self._fleet.offers.predictor.saw_transfer(*ends, num_bytes=num_bytes, seconds=waited_s, now=now)
 
     def _transport(self, worker_id: str) -> Mapping[str, str]:
         try:
@@ -153,7 +153,7 @@ class Chooser:
         if len(record.choices) != 1 or since is None or timestamps.last_s is None or num_tokens < LEAST_TOKENS:
             return
         decode_worker = record.choices[-1].decode_worker
-        self._fleet.predictor.saw_answer(
+        self._fleet.offers.predictor.saw_answer(
             decode_worker.worker_id,
             decode_worker.role,
             num_sequences=decode_worker.num_requests + 1,

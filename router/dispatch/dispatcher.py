@@ -118,7 +118,7 @@ class Dispatcher:
         self._config = config
         self._chooser = Chooser(fleet=fleet, policy=policy, routing=routing or routing_of(config))
         self._line = asyncio.Lock()
-        self._reserve = Reservations(gateway_id=fleet.gateway_id, lease_s=config.dispatch.ticket_lease_s)
+        self._reserve = Reservations(gateway_id=fleet.offers.gateway_id, lease_s=config.dispatch.ticket_lease_s)
         self.moves = Migrations(self._elsewhere, self._reserve)
         self.pulls = PrefixPulls(fleet, self._reserve)
         self._poison = PoisonRequests(
@@ -203,10 +203,10 @@ class Dispatcher:
         )
         num_known = job_state.record.choices[-1].prefill_worker.num_cached_tokens
         num_cached = pull.num_tokens if pull is not None else num_known
-        job_state.unread.setdefault(prefill_worker.worker_id, num_known // (fleet.block_size or 1))
-        num_blocks = -(-job_state.num_tokens // (fleet.block_size or 1))
+        job_state.unread.setdefault(prefill_worker.worker_id, num_known // (fleet.offers.block_size or 1))
+        num_blocks = -(-job_state.num_tokens // (fleet.offers.block_size or 1))
         attempt.decode.route(request_id, 0, num_blocks)
-        fleet.route(prefill_worker, request_id, job_state.num_tokens - num_cached, num_blocks)
+        fleet.offers.route(prefill_worker, request_id, job_state.num_tokens - num_cached, num_blocks)
         # The index does not expect blocks on the decode worker of a pair yet. Otherwise a request with the same prefix
         # would count as a short remainder there before any KV has arrived, and the wrong pool would compute its prompt.
         hashes = job_state.hashes(attempt.prefill_worker.block_size or 1)
@@ -224,8 +224,8 @@ class Dispatcher:
 
     def _candidates(self, job_state: JobState) -> CandidateTable:
         fleet = self._fleet
-        matched = fleet.match(job_state.hashes, now=loop_time()).at_most(job_state.unread)
-        return fleet.suited(job_state.job, fleet.candidates(matched, job_state.num_tokens))
+        matched = fleet.offers.match(job_state.hashes, now=loop_time()).at_most(job_state.unread)
+        return fleet.offers.suited(job_state.job, fleet.offers.candidates(matched, job_state.num_tokens))
 
     def _keep_revision(self, job_state: JobState) -> None:
         """Moves a job without an answer to successors after a roll, if its tokens mean the same there. Raises
@@ -327,11 +327,11 @@ class Dispatcher:
             error.retry_after_s = error.retry_after_s or RETRY_AFTER_S
             raise error
         if attempt is None:
-            await self._fleet.wait(until=deadline)
+            await self._fleet.offers.wait(until=deadline)
             return
         if paused:
             while any(member.is_reconnecting for member in attempt.members) and loop_time() < deadline:
-                await self._fleet.wait(until=deadline)
+                await self._fleet.offers.wait(until=deadline)
             await asyncio.sleep(config.dispatch.retry_pause_s)  # an error with another cause would repeat at once
             return
         if isinstance(error, WorkerLost) and (life := attempt.lost()) is not None:
@@ -348,7 +348,7 @@ class Dispatcher:
             return
         job_state.failed.update(attempt.worker_ids)
         if isinstance(error, WorkerDraining | AdapterNotLoaded):  # no fault of the worker's
-            await self._fleet.wait(until=min(deadline, now + config.dispatch.retry_pause_s))
+            await self._fleet.offers.wait(until=min(deadline, now + config.dispatch.retry_pause_s))
             return
         self.num_resumed += 1
         self._fleet.blame(attempt.worker_ids)
@@ -367,18 +367,20 @@ class Dispatcher:
         """Returns at once if each pool has a worker that has not refused the job. Otherwise jobs wait in line, and each
         change of a load lets one of them try again, so that a full pool is not flooded with requests."""
         job_state.full.add(attempt.refuser.worker_id)
-        offered = self._fleet.suited(job_state.job, self._fleet.candidates(NO_MATCH, 1))
+        offered = self._fleet.offers.suited(job_state.job, self._fleet.offers.candidates(NO_MATCH, 1))
         pools = [set(pool.workers.worker_ids) for pool in (offered.prefill_pool, offered.decode_pool) if len(pool)]
         if pools and all(pool - job_state.full for pool in pools):
             return
         job_state.full.clear()
-        self._fleet.num_turned_away += 1
+        self._fleet.offers.num_turned_away += 1
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline), self._line:
-                    await self._fleet.wait(until=min(deadline, loop_time() + self._config.dispatch.retry_pause_s))
+                    await self._fleet.offers.wait(
+                        until=min(deadline, loop_time() + self._config.dispatch.retry_pause_s)
+                    )
         finally:
-            self._fleet.num_turned_away -= 1
+            self._fleet.offers.num_turned_away -= 1
 
 
 def _is_refused(error: BatonError) -> bool:

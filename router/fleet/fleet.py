@@ -11,36 +11,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 
-from kvtransfer.windows import full_bytes, window_bytes
 from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
-from protos.event_loop import Changed, OwnPauses, loop_time
-from protos.values import Adapter, BlockHash, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
+from protos.event_loop import OwnPauses, loop_time
+from protos.values import Adapter, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
 from protos.wire import PROTOBUF, ChannelEncoding
-from router.fleet.candidate_table import FleetTable
 from router.fleet.channels import OpenChannel, open_channel
 from router.fleet.fleet_adapters import FleetAdapters
 from router.fleet.fleet_revisions import FleetRevisions, RevisedWorker, check_joins
 from router.fleet.member import Member, WorkerState, WorkerStatus
+from router.fleet.offers import FleetOffers
 from router.fleet.pool_totals import LoadCounts, LoadTotals, PoolTotals
 from router.fleet.sleep import FleetSleep
 from router.fleet.successors import Successor, Successors
 from router.fleet.worker_client import WorkerClient
-from router.jobs import AdapterReport, Job
+from router.jobs import AdapterReport
 from router.prefix.feed import Feed
-from router.prefix.index import Match
 from router.router_config import RouterConfig
-from router.routing.candidate_columns import CandidateTable
-from router.routing.predictor import Predictor
 
 log = logging.getLogger("baton.router")
 
 FIRST_PAUSE_S = 0.05
 MAX_PAUSE_S = 2.0
 STATE_LINE = "worker %s at %s is %s%s"
-ELSEWHERE_S = 1.0  # how long a prompt that another gateway routed counts, unless the worker's load includes it sooner
 
 
 class Fleet:
@@ -59,32 +54,26 @@ class Fleet:
         self._config = config
         self._open_channel = open_channel
         self._encoding = encoding
-        self.gateway_id = feed.gateway_id
-        feed.routed = self.routed_elsewhere
         self._members: dict[str, Member] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._changed = Changed()
         self.own_pauses = OwnPauses()
         self.successors = Successors()
         self.sleep = FleetSleep()
-        self.predictor = Predictor()
-        self._table = FleetTable(self.predictor)
         self.totals = {role: PoolTotals() for role in WorkerRole}
         self._load_totals = LoadTotals()
         self.num_faults = 0
         self.notices: list[Callable[[], str]] = []  # more faults for `degraded`
-        self._num_elsewhere = 0
         self._stored_as: dict[str, str] = {}  # by revision
         self.lora = FleetAdapters()
         self.revisions = FleetRevisions()
+        self.offers = FleetOffers(self._members, feed, revisions=self.revisions, lora=self.lora)
         self._behind = ""  # the fault of the cluster behind the workers
-        self.num_turned_away = 0  # jobs that wait because no worker had room for them, contrary to the reported loads
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
     def starting(self, worker_id: str, successor: Successor | None) -> None:
         if self.successors.starting(worker_id, successor):
-            self._changed.notify()
+            self.offers.changed.notify()
 
     def add_worker(self, address: str, *, worker_id: str) -> None:
         member = self._members.get(worker_id)
@@ -95,7 +84,7 @@ class Fleet:
         if member is None:
             self.own_pauses.watch()
             member = self._members[worker_id] = Member(worker_id, address)
-            self._table.add(member)
+            self.offers.table.add(member)
             self._keepers[worker_id] = asyncio.create_task(self._keep(member), name=f"keep {worker_id}")
         elif member.address != address:
             member.address = address
@@ -111,11 +100,11 @@ class Fleet:
         member = self._members.pop(worker_id)
         member.state = WorkerState.LOST
         self._load_totals.credit(member)
-        self._table.remove(member)
+        self.offers.table.remove(member)
         self._note_workers()
         self.feed.drop(worker_id)
-        self.predictor.drop(worker_id)
-        self._changed.notify()
+        self.offers.predictor.drop(worker_id)
+        self.offers.changed.notify()
         keeper = self._keepers.pop(worker_id)
         keeper.cancel()
         await asyncio.wait([keeper])
@@ -125,20 +114,7 @@ class Fleet:
         for worker_id in tuple(self._members):
             await self.remove_worker(worker_id)
 
-    # -- offers to policies --------------------------------------------------------------------------------------------
-
-    @property
-    def block_size(self) -> int | None:
-        reference = self._reference()
-        return reference.layout.block_size if reference is not None else None
-
-    @property
-    def block_bytes(self) -> int:
-        return full_bytes(first.layout) if (first := self._reference()) is not None else 0
-
-    @property
-    def window_bytes(self) -> Sequence[tuple[int, int]]:
-        return window_bytes(first.layout) if (first := self._reference()) is not None else ()
+    # -- the fleet as others see it ------------------------------------------------------------------------------------
 
     def stored_as(self, revision: str) -> str:
         """Encodings and types of weights and KV on workers of a revision; without a worker, the last known ones."""
@@ -154,36 +130,6 @@ class Fleet:
             fleet = ", ".join(self._members) or "empty"
             raise NotFound(f"there is no worker {worker_id}: the fleet is {fleet}", param=param)
         return self._members[worker_id]
-
-    def routed_elsewhere(self, worker_id: str, num_blocks: int, num_cached: int) -> None:
-        """Counts a prompt that another gateway has routed to the worker, until the worker's load includes it."""
-        member = self._members.get(worker_id)
-        if member is None or member.role is None or not member.takes_work:
-            return
-        self._num_elsewhere += 1
-        name, num_tokens = f"elsewhere {self._num_elsewhere}", (num_blocks - num_cached) * (member.block_size or 1)
-        self.route(member, name, num_tokens, num_blocks, is_there=True)
-        asyncio.get_running_loop().call_later(ELSEWHERE_S, member.drop_routed, name)
-
-    def route(self, member: Member, name: str, num_tokens: int, num_blocks: int, *, is_there: bool = False) -> None:
-        member.route(name, num_tokens, num_blocks, is_there=is_there)
-        if member.role is not None:
-            beside = member.load.num_running + member.load.num_waiting
-            self.predictor.routed(member.worker_id, member.role, num_tokens, beside=beside, now=loop_time())
-
-    def match(self, hashes: Callable[[int], Sequence[BlockHash]], *, now: float) -> Match:
-        """The cached blocks that each worker has of a sequence, in units of `block_size`. `hashes` gives the chain in
-        blocks of any size. Each worker is matched in its own block size; an incomplete unit does not count."""
-        size = self.block_size or 1
-        matched = self.feed.index.match(hashes(size), now=now)
-        for other in self._table.block_sizes:
-            if other != size:
-                matched = matched.joined(self.feed.index.match(hashes(other), now=now).scaled(other, size))
-        return matched
-
-    def candidates(self, matched: Match, num_tokens: int) -> CandidateTable:
-        now = loop_time()
-        return self._table.candidates(matched, num_tokens, self.block_size or 1, now=now)
 
     def adapters(self) -> Mapping[str, Adapter]:
         """The LoRA adapters by name; without a worker, the last known ones. Of different files under one name, the
@@ -213,24 +159,8 @@ class Fleet:
         self._stored_as |= _stored_as(self._here())
         self.lora.update(self._here())
 
-    def suited(self, job: Job, candidates: CandidateTable) -> CandidateTable:
-        if not self.revisions.serves_all(job.revision):
-            candidates = candidates.take(self.revisions.places(job.revision, candidates.workers))
-        return candidates if not job.adapter else candidates.take(self.lora.places(job.adapter, candidates.workers))
-
-    def loads(self) -> CandidateTable:
-        return self._table.loads()
-
-    def overhead_s(self) -> float:
-        now, roles = loop_time(), dict.fromkeys(self.loads().prompt_pool.workers.roles)
-        return min((self.predictor.overhead_s(role, now=now) for role in roles), default=0.0)
-
     def ready(self) -> bool:
         return any(member.takes_work for member in self._members.values())
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._members
 
     def asleep(self) -> str:
         return self.sleep.describe(loop_time())
@@ -241,15 +171,6 @@ class Fleet:
     def degraded(self) -> str:
         shared = (self.feed.trouble, self.feed.warning)
         return "; ".join(filter(None, (self._behind, *shared, *(notice() for notice in self.notices))))
-
-    @property
-    def shares_index(self) -> bool:
-        return not self.feed.trouble
-
-    async def wait(self, *, until: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                await self._changed.wait()
 
     def status(self) -> tuple[WorkerStatus, ...]:
         index = self.feed.index
@@ -292,7 +213,7 @@ class Fleet:
                 self._doubt(member, member.breaker.failed(loop_time()))
 
     def _doubt(self, member: Member, paused: bool) -> None:
-        self._table.doubt(member)
+        self.offers.table.doubt(member)
         if paused and member.role is not None:
             log.warning(
                 "worker %s fails its requests repeatedly: it gets no new requests for a while",
@@ -372,18 +293,12 @@ class Fleet:
                 "stop the worker that has taken its port"
             )
         check_joins(info, tuple(self._here(besides=member)))
-        reference = self._reference(besides=member)
+        reference = self.offers.reference(besides=member)
         if reference is not None and info.layout.block_size != reference.layout.block_size:
             log.info(
                 "worker %s has blocks of %d tokens, %s of %d: prompts are hashed in both",
                 info.worker_id, info.layout.block_size, reference.worker_id, reference.layout.block_size,
             )  # fmt: skip
-
-    def _reference(self, besides: Member | None = None) -> WorkerInfo | None:
-        for member in self._members.values():  # called several times per request
-            if member.info is not None and member.client is not None and member is not besides:
-                return member.info
-        return None
 
     def _here(self, besides: Member | None = None) -> Iterator[WorkerInfo]:
         members = self._members.values()
@@ -404,13 +319,13 @@ class Fleet:
             if member.changed_adapters(step.adapters.adapters):
                 self.lora.learn(had, step.adapters.adapters)
                 self.lora.update(self._here())
-                self._changed.notify()
+                self.offers.changed.notify()
         if not member.apply_step(step) and member.state in (WorkerState.READY, WorkerState.DRAINING):
             return  # too small a change to alter a decision
         if step.load is None:
             return
         self._enter(member, WorkerState.DRAINING if step.load.draining else WorkerState.READY)
-        self._changed.notify()
+        self.offers.changed.notify()
 
     async def _watch(self, member: Member, client: WorkerClient) -> None:
         while True:
@@ -437,7 +352,7 @@ class Fleet:
                 STATE_LINE, member.worker_id, member.address, state, f": {reason}" if reason else "",
                 extra=_of(member),
             )  # fmt: skip
-        self._changed.notify()
+        self.offers.changed.notify()
 
 
 async def _check(client: WorkerClient, worker_id: str) -> None:

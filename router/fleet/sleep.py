@@ -8,14 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from protos.errors import BatonError
 from protos.event_loop import loop_time
 from router.fleet_owner import FleetOrder, FleetOwner, FleetReport, OrderKind
-
-if TYPE_CHECKING:
-    from router.fleet.fleet import Fleet
+from router.jobs import FleetView
 
 log = logging.getLogger("baton.router")
 
@@ -67,20 +64,21 @@ class FleetSleep:
 class SleepWatch:
     """Wakes a sleeping fleet for waiting jobs. `run` lasts until it is cancelled."""
 
-    def __init__(self, fleet: Fleet, owner: FleetOwner) -> None:
+    def __init__(self, sleep: FleetSleep, fleet: FleetView, owner: FleetOwner) -> None:
+        self._sleep = sleep
         self._fleet = fleet
         self._owner = owner
         self._failure = ""
 
     async def run(self) -> None:
-        sleep = self._fleet.sleep
+        sleep = self._sleep
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await (sleep.wanted if not sleep.wanted.is_set() else asyncio.Event()).wait()
             if self._fleet.ready():
                 sleep.awake()
-            elif self._fleet.is_empty:
+            elif not self._fleet.status():
                 await self._look(sleep)
 
     async def _look(self, sleep: FleetSleep) -> None:

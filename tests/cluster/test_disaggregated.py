@@ -144,7 +144,7 @@ async def pair_of(
         fleet.add_worker(pair.workers[worker_id].info.address, worker_id=worker_id)
     clock = asyncio.get_running_loop().time
     while len([worker for worker in fleet.status() if worker.state == "ready"]) < 2:
-        await fleet.wait(until=clock() + 30)
+        await fleet.offers.wait(until=clock() + 30)
     try:
         yield pair
         await pair.settle()

@@ -86,7 +86,7 @@ class Cluster:
             return one.state == "ready" and (one.info.worker_id, one.info.incarnation) == life
 
         while not any(is_ready(worker) for worker in self.fleet.status()):
-            await self.fleet.wait(until=clock() + 30)
+            await self.fleet.offers.wait(until=clock() + 30)
 
     async def replace(self, worker_id: str) -> None:
         """A worker is drained, ended and started again, as by `baton drain` and a supervisor."""

@@ -34,7 +34,7 @@ async def flip(cluster: Cluster, worker_id: str, role: WorkerRole) -> None:
     while {worker.worker_id: worker.info.role for worker in cluster.fleet.status() if worker.info}[
         worker_id
     ] is not role:
-        await cluster.fleet.wait(until=clock() + 30)
+        await cluster.fleet.offers.wait(until=clock() + 30)
 
 
 async def test_a_flip_under_streams_changes_no_token(checkpoint: Path) -> None:
@@ -64,7 +64,7 @@ async def test_a_reverted_flip_leaves_the_worker_unchanged(checkpoint: Path) -> 
         clients = await ask_all(cluster)
         flipping = asyncio.create_task(flip(cluster, "decode-0", WorkerRole.PREFILL))
         while cluster.fleet.status()[0].state != "draining":
-            await cluster.fleet.wait(until=asyncio.get_running_loop().time() + 30)
+            await cluster.fleet.offers.wait(until=asyncio.get_running_loop().time() + 30)
         flipping.cancel()
         await WorkerCalls(open_channel).change_role(cluster.workers["decode-0"].info.address, WorkerRole.DECODE)
         assert cluster.workers["decode-0"].info.role is WorkerRole.DECODE

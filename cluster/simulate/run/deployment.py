@@ -152,8 +152,8 @@ class SimulatedDeployment:
         self._supervising = asyncio.create_task(self._supervisor.run(self.plans), name="supervisor")
         await self._supervisor.ready()
         for gateway in self.gateways:
-            while len(gateway.fleet.candidates(NO_MATCH, 1)) < len(self.plans):
-                await gateway.fleet.wait(until=self._loop.time() + 60.0)
+            while len(gateway.fleet.offers.candidates(NO_MATCH, 1)) < len(self.plans):
+                await gateway.fleet.offers.wait(until=self._loop.time() + 60.0)
 
     async def begin(
         self,

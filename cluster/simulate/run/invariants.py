@@ -18,8 +18,8 @@ from cluster.simulate.node.simulated_worker import SimulatedWorker
 from cluster.simulate.run.clients import Clients
 from cluster.simulate.run.deployment import SimulatedDeployment, SimulatedGateway
 from protos.values import BlockHash, BlockStored, Tier
-from router.fleet.fleet import ELSEWHERE_S
 from router.fleet.member import WorkerState
+from router.fleet.offers import ELSEWHERE_S
 from workers.scheduling.request import State
 
 SETTLING_S = 60.0
@@ -138,7 +138,7 @@ class Invariants:
         ]
 
     def _check_idle(self, gateway: SimulatedGateway) -> None:
-        assert not gateway.fleet.num_turned_away, f"{gateway.name} believes that somebody waits for room"
+        assert not gateway.fleet.offers.num_turned_away, f"{gateway.name} believes that somebody waits for room"
         gateway.admission.assert_idle()
         gateway.dispatcher.assert_idle()
         members = gateway.fleet.status()

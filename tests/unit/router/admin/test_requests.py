@@ -127,7 +127,7 @@ async def test_a_shadow_scores_and_does_not_act(make: Callable[..., Cluster]) ->
     ]
     assert len(cluster["c0"].submitted) == 1
     registry = CollectorRegistry()
-    registry.register(Scraped(lambda: prediction_metrics(cluster.fleet.predictor, routing.shadows)))
+    registry.register(Scraped(lambda: prediction_metrics(cluster.fleet.offers.predictor, routing.shadows)))
     told = generate_latest(registry).decode()
     assert 'baton_shadow_decisions_total{policy="round_robin"} 1.0' in told
     assert 'baton_predictions_total{what="ttft",worker="c0"} 1.0' in told

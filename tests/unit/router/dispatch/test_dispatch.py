@@ -58,7 +58,7 @@ async def test_first_token_overhead_is_learned_on_idle_workers_only(
     def has_seen(num: int) -> bool:
         return len(seen) == num
 
-    monkeypatch.setattr(cluster.fleet.predictor, "saw_first_token", saw)
+    monkeypatch.setattr(cluster.fleet.offers.predictor, "saw_first_token", saw)
     await cluster.add("c0")
     cluster["c0"].pause_after = 1
     async with asyncio.TaskGroup() as asking:

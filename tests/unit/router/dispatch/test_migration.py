@@ -37,7 +37,7 @@ class Client:
         clock = asyncio.get_running_loop().time
         async with asyncio.timeout(60):
             while not condition():
-                await self.cluster.fleet.wait(until=clock() + 0.01)
+                await self.cluster.fleet.offers.wait(until=clock() + 0.01)
 
     async def paused(self) -> str:
         """The id of the worker that has stopped with the sequence."""

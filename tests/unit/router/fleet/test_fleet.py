@@ -98,9 +98,9 @@ async def test_caches_of_other_block_sizes_are_matched(make: Callable[..., Clust
     for worker_id, num_blocks in (("c0", 1), ("c1", 1), ("c2", 3)):
         chain = chain_hashes(PROMPT, cluster.fleet.member(worker_id).block_size or 0)
         cluster.fleet.feed.index.expect(worker_id, chain[:num_blocks], until=float("inf"))
-    matched = cluster.fleet.match(partial(chain_hashes, PROMPT), now=0.0)
+    matched = cluster.fleet.offers.match(partial(chain_hashes, PROMPT), now=0.0)
     assert matched.blocks == {"c0": 1, "c1": 2, "c2": 1}
-    candidates = cluster.fleet.candidates(matched, len(PROMPT))
+    candidates = cluster.fleet.offers.candidates(matched, len(PROMPT))
     assert [candidate.num_cached_tokens for candidate in candidates] == [size, 2 * size, size]
     await collect(cluster, job())
     (used,) = (name for name in ("c0", "c1", "c2") if cluster[name].submitted)
@@ -138,7 +138,7 @@ async def test_a_worker_that_does_not_fit_is_named_and_never_used(make: Callable
     assert "device cuda, but p0 has cpu" in reason(cluster, "d4")
     assert "dtype is 'float16' there and" in reason(cluster, "d5")
     assert "num_kv_heads is " in reason(cluster, "d6")
-    assert [load.worker_id for load in cluster.fleet.loads()] == ["p0"]
+    assert [load.worker_id for load in cluster.fleet.offers.loads()] == ["p0"]
     await cluster.add("d2")
     assert tokens(await collect(cluster, job())) == expected_tokens(PROMPT, 8)
 
@@ -403,16 +403,16 @@ async def test_metrics_are_by_pool(cluster: Cluster) -> None:
 async def test_another_gateways_prompt_counts_until_reported(
     make: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.fleet.fleet.ELSEWHERE_S", 0.02)
+    monkeypatch.setattr("router.fleet.offers.ELSEWHERE_S", 0.02)
     cluster = make()
     await cluster.add("c0")
 
     def queued() -> int:
-        [candidate] = cluster.fleet.candidates(NO_MATCH, 1)
+        [candidate] = cluster.fleet.offers.candidates(NO_MATCH, 1)
         return candidate.queued_prefill_tokens
 
-    cluster.fleet.routed_elsewhere("c0", 4, 1)
-    cluster.fleet.routed_elsewhere("nobody", 4, 1)
+    cluster.fleet.offers.routed_elsewhere("c0", 4, 1)
+    cluster.fleet.offers.routed_elsewhere("nobody", 4, 1)
     assert queued() == 3 * BLOCK_SIZE
     async with asyncio.timeout(60):
         while queued():  # noqa: ASYNC110 - nothing is notified

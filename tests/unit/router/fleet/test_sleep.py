@@ -18,13 +18,14 @@ AWAKE = FleetReport(desired=DesiredFleet(counts={WorkerRole.COLOCATED: 2}), serv
 class EmptyFleet:
     """A fleet without workers."""
 
-    is_empty = True
-
     def __init__(self) -> None:
         self.sleep = FleetSleep()
 
     def ready(self) -> bool:
         return False
+
+    def status(self) -> tuple[()]:
+        return ()
 
 
 class SleepingOwner:
@@ -71,7 +72,7 @@ def test_the_estimate_is_a_measured_start_less_its_age() -> None:
 async def test_a_sleeping_fleet_is_woken_once_by_a_waiting_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.fleet.sleep.LOOK_S", 0.001)
     fleet, owner = EmptyFleet(), SleepingOwner()
-    watching = asyncio.create_task(SleepWatch(fleet, owner).run())  # type: ignore[arg-type]  # what the watch uses of it
+    watching = asyncio.create_task(SleepWatch(fleet.sleep, fleet, owner).run())  # type: ignore[arg-type]  # what the watch uses of it
     await owner.viewed.wait()
     assert owner.orders == []
     fleet.sleep.wanted.set()
@@ -96,7 +97,7 @@ async def test_an_owner_that_does_not_answer_is_tried_again(monkeypatch: pytest.
 
     monkeypatch.setattr(owner, "view", view)
     fleet.sleep.wanted.set()
-    watching = asyncio.create_task(SleepWatch(fleet, owner).run())  # type: ignore[arg-type]  # what the watch uses of it
+    watching = asyncio.create_task(SleepWatch(fleet.sleep, fleet, owner).run())  # type: ignore[arg-type]  # what the watch uses of it
     await owner.ordered.wait()
     watching.cancel()
 
@@ -115,7 +116,7 @@ async def test_a_wake_that_fails_is_logged_and_ordered_again(
 
     monkeypatch.setattr(owner, "order", failing)
     fleet.sleep.wanted.set()
-    watching = asyncio.create_task(SleepWatch(fleet, owner).run())  # type: ignore[arg-type]  # what the watch uses of it
+    watching = asyncio.create_task(SleepWatch(fleet.sleep, fleet, owner).run())  # type: ignore[arg-type]  # what the watch uses of it
     async with asyncio.timeout(60):
         await owner.ordered.wait()
     watching.cancel()

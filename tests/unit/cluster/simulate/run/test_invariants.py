@@ -148,7 +148,7 @@ def test_a_request_starved_of_room_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def wait_and_count_on(dispatcher: Dispatcher, *arguments: Any) -> None:
         await wait(dispatcher, *arguments)
-        dispatcher._fleet.num_turned_away += 1
+        dispatcher._fleet.offers.num_turned_away += 1
 
     monkeypatch.setattr(Dispatcher, "_wait_for_room", wait_and_count_on)
     assert "believes that somebody waits for room" in broken(**narrow())
