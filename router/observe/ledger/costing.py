@@ -26,16 +26,18 @@ class WorkerRate:
     token_bytes: float = 0.0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class RequestWork:
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    cache_saved_s: float = 0.0
-    speculation_saved_s: float = 0.0
+    """Columns of a `LedgerRow`."""
+
+    prefill_device_s: float = 0.0
+    decode_device_s: float = 0.0
+    cache_saved_device_s: float = 0.0
+    speculation_saved_device_s: float = 0.0
     prefill_kv_byte_s: float = 0.0
     decode_kv_byte_s: float = 0.0
-    num_drafted: int = 0
-    num_accepted: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def rate_of(worker: WorkerView) -> WorkerRate:
@@ -70,15 +72,15 @@ def work_of(
         computed = min(uncached, record.num_prompt_tokens - times.num_cached_tokens)
         uncached -= computed
         prompt_token_s = reader.prompt_token_s
-        work.prefill_s += computed * prompt_token_s
-        work.decode_s += times.num_tokens * writer.answer_token_s
-        work.num_drafted += times.num_drafted
-        work.num_accepted += times.num_accepted
-        work.speculation_saved_s += times.num_accepted * writer.answer_token_s
+        work.prefill_device_s += computed * prompt_token_s
+        work.decode_device_s += times.num_tokens * writer.answer_token_s
+        work.drafted_tokens += times.num_drafted
+        work.accepted_tokens += times.num_accepted
+        work.speculation_saved_device_s += times.num_accepted * writer.answer_token_s
         first_s = now_s if times.first_s is None else times.first_s
         last_s = first_s if times.last_s is None else times.last_s
         read, prompt = (times.num_cached_tokens + record.num_prompt_tokens) / 2, record.num_prompt_tokens
         work.prefill_kv_byte_s += reader.token_bytes * read * max(0.0, first_s - record.reading.at_s)
         work.decode_kv_byte_s += writer.token_bytes * (prompt + times.num_tokens / 2) * (last_s - first_s)
-    work.cache_saved_s = cached * prompt_token_s
+    work.cache_saved_device_s = cached * prompt_token_s
     return work

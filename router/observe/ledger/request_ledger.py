@@ -117,20 +117,13 @@ class RequestLedger:
             cached_tokens=tokens["cached"],
             output_tokens=tokens["output"],
             reasoning_tokens=usage.reasoning_tokens,
-            prefill_device_s=work.prefill_s,
-            decode_device_s=work.decode_s,
             charged_usd=sum(charged.values()),
             batch=int(is_batch),
-            accepted_tokens=work.num_accepted,
-            cache_saved_device_s=work.cache_saved_s,
-            speculation_saved_device_s=work.speculation_saved_s,
-            drafted_tokens=work.num_drafted,
-            prefill_kv_byte_s=work.prefill_kv_byte_s,
-            decode_kv_byte_s=work.decode_kv_byte_s,
             price=price.version if price is not None else "",
             charged_input_usd=charged["input"],
             charged_cached_usd=charged["cached"],
             charged_output_usd=charged["output"],
+            **vars(work),
         )
 
     def look(self) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import orjson
 import pytest
@@ -38,6 +39,12 @@ HASHES = chain_hashes(PROMPT, BLOCK_SIZE)
 
 def reason(cluster: Cluster, worker_id: str) -> str:
     return next(status.reason for status in cluster.fleet.status() if status.worker_id == worker_id)
+
+
+def metrics_of(cluster: Cluster) -> Callable[..., float | None]:
+    registry = CollectorRegistry()
+    registry.register(Scraped(lambda: fleet_metrics(cluster.fleet)))
+    return lambda name, **labels: registry.get_sample_value(f"baton_{name}", labels)
 
 
 def cached(cluster: Cluster, *worker_ids: str) -> Iterable[int]:
@@ -122,24 +129,23 @@ async def test_a_lanes_key_goes_to_the_other_worker_and_is_hidden(
 
 
 async def test_a_worker_that_does_not_fit_is_named_and_never_used(make: Callable[..., Cluster]) -> None:
+    misfits: dict[str, dict[str, Any]] = {
+        "block_size": {"layout": replace(LAYOUT, block_size=LAYOUT.block_size + 1)},
+        "model": {"model": "another"},
+        "num_layers": {"layout": changed(LAYOUT, num_layers=7)},
+        "device": {"device": "cuda"},
+        "dtype": {"layout": changed(LAYOUT, dtype="float16")},
+        "num_kv_heads": {"layout": changed(LAYOUT, num_kv_heads=LAYOUT.num_kv_heads + 1)},
+    }
     cluster = make()
     await cluster.add("p0")
-    await cluster.add("d0", wait=False, layout=replace(LAYOUT, block_size=LAYOUT.block_size + 1))
-    await cluster.add("d1", wait=False, model="another")
-    await cluster.add("d3", wait=False, layout=changed(LAYOUT, num_layers=7))
-    await cluster.add("d4", wait=False, device="cuda")
-    await cluster.add("d5", wait=False, layout=changed(LAYOUT, dtype="float16"))
-    await cluster.add("d6", wait=False, layout=changed(LAYOUT, num_kv_heads=LAYOUT.num_kv_heads + 1))
-    for worker_id in ("d0", "d1", "d3", "d4", "d5", "d6"):
-        await cluster.until_state(worker_id, WorkerState.INCOMPATIBLE)
-    assert "block_size is 5 there and 4 here, of which neither divides the other" in reason(cluster, "d0")
-    assert "model another, but p0 has toy" in reason(cluster, "d1")
-    assert "from worker d3 to worker p0: num_layers is 7 there and" in reason(cluster, "d3")
-    assert "device cuda, but p0 has cpu" in reason(cluster, "d4")
-    assert "dtype is 'float16' there and" in reason(cluster, "d5")
-    assert "num_kv_heads is " in reason(cluster, "d6")
+    for number, misfit in enumerate(misfits.values()):
+        await cluster.add(f"d{number}", wait=False, **misfit)
+    for number, field in enumerate(misfits):
+        await cluster.until_state(f"d{number}", WorkerState.INCOMPATIBLE)
+        assert field in reason(cluster, f"d{number}")
     assert [load.worker_id for load in cluster.fleet.offers.loads()] == ["p0"]
-    await cluster.add("d2")
+    await cluster.add("d9")
     assert tokens(await collect(cluster, job())) == expected_tokens(PROMPT, 8)
 
 
@@ -288,50 +294,41 @@ def test_routed_work_counts_until_the_load_shows_it() -> None:
 
 
 async def test_metrics_have_each_lanes_transport_and_reason(cluster: Cluster) -> None:
-    registry = CollectorRegistry()
-    registry.register(Scraped(lambda: fleet_metrics(cluster.fleet)))
     far = LaneLoad(transport="gloo", reason="no memory in common", num_open=2, num_opened=5, num_lost=3, num_stuck=1)
     cluster["p0"].load = WorkerLoad(step=1, lanes=(far, LaneLoad(transport="shm", num_open=1, num_opened=1)))
     cluster["p0"].say()
     cluster["p0"].say()  # the same, said again
     await cluster.until(lambda: cluster.fleet.status()[0].load.step == 3)
 
-    def value(name: str, transport: str, reason: str = "") -> float | None:
-        labels = {"pool": "prefill", "transport": transport, "reason": reason}
-        return registry.get_sample_value(f"baton_pool_{name}", labels)
-
-    assert value("lanes", "gloo", "no memory in common") == 2
-    assert value("lanes_opened_total", "gloo", "no memory in common") == 5
-    assert value("lanes_lost_total", "gloo", "no memory in common") == 3
-    assert value("lanes_stuck_total", "gloo", "no memory in common") == 1
-    assert (value("lanes", "shm"), value("lanes_corrupt_total", "shm")) == (1, 0)
+    value, shm = metrics_of(cluster), {"pool": "prefill", "transport": "shm", "reason": ""}
+    gloo = shm | {"transport": "gloo", "reason": "no memory in common"}
+    counts = {"lanes": 2, "lanes_opened_total": 5, "lanes_lost_total": 3, "lanes_stuck_total": 1}
+    assert {name: value(f"pool_{name}", **gloo) for name in counts} == counts
+    assert (value("pool_lanes", **shm), value("pool_lanes_corrupt_total", **shm)) == (1, 0)
     await cluster["p0"].die()
     await cluster.until_state("p0", WorkerState.LOST)
-    assert value("lanes", "shm") is None
-    assert value("lanes_lost_total", "gloo", "no memory in common") == 3
+    assert value("pool_lanes", **shm) is None
+    assert value("pool_lanes_lost_total", **gloo) == 3
 
 
 async def test_workers_have_series_of_their_own_up_to_a_bound(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry = CollectorRegistry()
-    registry.register(Scraped(lambda: fleet_metrics(cluster.fleet)))
     cluster["d0"].load = WorkerLoad(step=1, num_blocks=100, num_free_blocks=60, num_waiting=2)
     cluster["d0"].say()
     await cluster.until(lambda: cluster.fleet.status()[1].load.num_waiting == 2)
 
-    def value(name: str, worker: str, pool: str) -> float | None:
-        return registry.get_sample_value(f"baton_worker_{name}", {"worker": worker, "pool": pool})
-
-    assert value("kv_blocks_used", "d0", "decode") == 40
-    assert (value("waiting", "d0", "decode"), value("ready", "p0", "prefill")) == (2, 1)
-    assert registry.get_sample_value("baton_worker_unlisted") == 0
+    value = metrics_of(cluster)
+    writer, reader = {"worker": "d0", "pool": "decode"}, {"worker": "p0", "pool": "prefill"}
+    assert value("worker_kv_blocks_used", **writer) == 40
+    assert (value("worker_waiting", **writer), value("worker_ready", **reader)) == (2, 1)
+    assert value("worker_unlisted") == 0
     await cluster["d0"].die()
     await cluster.until_state("d0", WorkerState.LOST)
-    assert (value("ready", "d0", "decode"), value("waiting", "d0", "decode")) == (0, 0)
+    assert (value("worker_ready", **writer), value("worker_waiting", **writer)) == (0, 0)
     monkeypatch.setattr(router_metrics, "MAX_WORKERS", 1)
-    assert value("ready", "p0", "prefill") is None
-    assert registry.get_sample_value("baton_worker_unlisted") == 1
+    assert value("worker_ready", **reader) is None
+    assert value("worker_unlisted") == 1
 
 
 HOST = HostLoad(num_blocks=50, num_used=20, num_hit_tokens=8, load_s=0.5)
@@ -339,8 +336,6 @@ HOST = HostLoad(num_blocks=50, num_used=20, num_hit_tokens=8, load_s=0.5)
 
 async def test_drafts_are_counted_by_pool_source_and_position(cluster: Cluster) -> None:
     """Drafts of a worker's earlier process count as well."""
-    registry = CollectorRegistry()
-    registry.register(Scraped(lambda: fleet_metrics(cluster.fleet)))
     drafts = DraftCounts(source="ngram", drafted_at=(10, 5), accepted_at=(8, 2))
     first = SpeculationLoad(num_rows=20, num_tokens=30, spared_s=2.0, spent_s=0.5, sources=(drafts,))
     paused = PausedProposer(source="eagle", num_steps=2048, spared_s=0.1, spent_s=1.0)
@@ -356,22 +351,16 @@ async def test_drafts_are_counted_by_pool_source_and_position(cluster: Cluster) 
         cluster["d0"].say()
         await cluster.until(lambda load=load: cluster.fleet.status()[1].load.speculation == load)  # type: ignore[misc]
 
-    def value(name: str, **labels: str) -> float | None:
-        labels = {"pool": "decode"} | labels
-        return registry.get_sample_value(f"baton_pool_speculation_{name}_total", labels)
-
-    assert (value("rows"), value("tokens")) == (25, 36)
-    assert (value("spared_seconds"), value("spent_seconds")) == (2.5, 0.5)
-    assert value("drafted", source="ngram", position="1") == 11
-    assert value("accepted", source="ngram", position="2") == 4
-    assert value("rows", pool="prefill") == 0
-    of_eagle = {"pool": "decode", "source": "eagle"}
-    assert registry.get_sample_value("baton_pool_speculation_paused", of_eagle) == 1
+    value, pool = metrics_of(cluster), {"pool": "decode"}
+    totals = {"rows": 25, "tokens": 36, "spared_seconds": 2.5, "spent_seconds": 0.5}
+    assert {name: value(f"pool_speculation_{name}_total", **pool) for name in totals} == totals
+    assert value("pool_speculation_drafted_total", source="ngram", position="1", **pool) == 11
+    assert value("pool_speculation_accepted_total", source="ngram", position="2", **pool) == 4
+    assert value("pool_speculation_rows_total", pool="prefill") == 0
+    assert value("pool_speculation_paused", source="eagle", **pool) == 1
 
 
 async def test_metrics_are_by_pool(cluster: Cluster) -> None:
-    registry = CollectorRegistry()
-    registry.register(Scraped(lambda: fleet_metrics(cluster.fleet)))
     cluster["p0"].cached = 12
     cluster["p0"].load = WorkerLoad(
         step=1, num_blocks=100, num_free_blocks=60, num_waiting=3, transfer_bytes=500, host=HOST
@@ -380,23 +369,19 @@ async def test_metrics_are_by_pool(cluster: Cluster) -> None:
     cluster["p0"].say()  # the same bytes, said again
     await cluster.until(lambda: cluster.fleet.status()[0].load.step == 3)
 
-    def value(name: str, pool: str, **labels: str) -> float | None:
-        return registry.get_sample_value(f"baton_pool_{name}", {"pool": pool, **labels})
-
-    assert value("kv_blocks_used", "prefill") == 40
-    assert value("waiting", "prefill") == 3
-    assert value("prompt_tokens_total", "prefill") == len(PROMPT)
-    assert value("prefix_hit_tokens_total", "prefill") == 12
-    assert value("transfer_bytes_total", "prefill") == 500
-    assert (value("host_kv_blocks", "prefill"), value("host_kv_blocks_used", "prefill")) == (50, 20)
-    assert (value("host_hit_tokens_total", "prefill"), value("host_hit_tokens_total", "decode")) == (8, 0)
-    assert value("host_load_seconds_total", "prefill") == 0.5
-    assert value("workers", "decode", state="ready") == 1
+    value, expected = metrics_of(cluster), {
+        "kv_blocks_used": 40, "waiting": 3, "prompt_tokens_total": len(PROMPT), "prefix_hit_tokens_total": 12,
+        "transfer_bytes_total": 500, "host_kv_blocks": 50, "host_kv_blocks_used": 20, "host_hit_tokens_total": 8,
+        "host_load_seconds_total": 0.5,
+    }  # fmt: skip
+    assert {name: value(f"pool_{name}", pool="prefill") for name in expected} == expected
+    assert value("pool_host_hit_tokens_total", pool="decode") == 0
+    assert value("pool_workers", pool="decode", state="ready") == 1
     await cluster["p0"].die()
     await cluster.until_state("p0", WorkerState.LOST)
-    assert value("workers", "prefill", state="lost") == 1
-    assert value("losses_total", "prefill") == 1
-    assert value("transfer_bytes_total", "prefill") == 500
+    assert value("pool_workers", pool="prefill", state="lost") == 1
+    assert value("pool_losses_total", pool="prefill") == 1
+    assert value("pool_transfer_bytes_total", pool="prefill") == 500
     await cluster["p0"].restart()
 
 

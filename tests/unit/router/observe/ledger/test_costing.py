@@ -32,11 +32,11 @@ def test_device_seconds_and_kv_follow_the_phases() -> None:
         "d": WorkerRate(prompt_token_s=9.0, answer_token_s=0.1, token_bytes=2000.0),
     }
     work = work_of([trace()], 80, 20, rates, 9.0)
-    assert (work.prefill_s, work.decode_s) == pytest.approx((0.8, 1.0))
-    assert (work.cache_saved_s, work.speculation_saved_s) == pytest.approx((0.2, 0.4))
+    assert (work.prefill_device_s, work.decode_device_s) == pytest.approx((0.8, 1.0))
+    assert (work.cache_saved_device_s, work.speculation_saved_device_s) == pytest.approx((0.2, 0.4))
     assert work.prefill_kv_byte_s == 1000.0 * 60 * 2.0
     assert work.decode_kv_byte_s == 2000.0 * 105 * 5.0
-    assert (work.num_drafted, work.num_accepted) == (6, 4)
+    assert (work.drafted_tokens, work.accepted_tokens) == (6, 4)
     assert work_of([trace()], 80, 20, {}, 9.0).decode_kv_byte_s == 0.0, "a worker that left"
 
 
