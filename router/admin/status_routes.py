@@ -206,7 +206,8 @@ async def probe(gateway: Gateway, request: Request) -> Response:
     source, destination = (fleet.named(asked.get(name, ""), param=name) for name in ("source", "destination"))
     ends = source.worker_id, destination.worker_id
     _, before_s = await _lane(fleet, *ends)
-    reading = await probe_lane(source, destination, int(num_tokens), gateway_id=fleet.offers.gateway_id, timeout_s=timeout_s)
+    gateway_id = fleet.offers.gateway_id
+    reading = await probe_lane(source, destination, int(num_tokens), gateway_id=gateway_id, timeout_s=timeout_s)
     transport, busy_s = await _lane(fleet, *ends)
     return json_response(asdict(reading) | {"transport": transport, "lane_s": max(0.0, busy_s - before_s)})
 
