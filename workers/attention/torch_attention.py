@@ -33,8 +33,15 @@ class TorchAttention:
         assert self._inputs is not None, "attend before begin"
         keys, values = self._storage.keys_values(layer, options.value_dim)
         return twins.paged_attention(
-            q_TND, keys, values, query_starts=self._inputs.query_starts, context_lens=self._inputs.context_lens,
-            block_tables_SB=self._inputs.tables[self._group].block_tables_SB, scale=options.scale,
-            window=options.window, softcap=options.softcap, sinks_N=options.sinks_N,
+            q_TND,
+            keys,
+            values,
+            query_starts=self._inputs.query_starts,
+            context_lens=self._inputs.context_lens,
+            block_tables_SB=self._inputs.tables[self._group].block_tables_SB,
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            sinks_N=options.sinks_N,
             scales=self._storage.scales(layer),
-        )  # fmt: skip
+        )

@@ -226,8 +226,17 @@ def draw(logits_RV: torch.Tensor, draws: Draws) -> torch.Tensor:
     if num_rows == 0:
         return ids_R
     _draw[(num_rows,)](
-        logits_RV, ids_R, draws.temperature_R, draws.floor_R, draws.top_k_R, draws.top_p_R, draws.seed_R,
-        draws.index_R, vocab_size, logits_RV.stride(0), BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)),
+        logits_RV,
+        ids_R,
+        draws.temperature_R,
+        draws.floor_R,
+        draws.top_k_R,
+        draws.top_p_R,
+        draws.seed_R,
+        draws.index_R,
+        vocab_size,
+        logits_RV.stride(0),
+        BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)),
         num_warps=_NUM_WARPS,
-    )  # fmt: skip
+    )
     return ids_R

@@ -197,10 +197,24 @@ def latent_write(
         return out_TNW
     still = width - 2 * pairs
     _write_latents[(num_tokens, num_heads + 1)](
-        q_TNW, latent_T1W, cos_TP, sin_TP, out_TNW, cache, slots_T, q_TNW.stride(0), latent_T1W.stride(0),
-        cache.stride(0), N=num_heads, STILL=still, PAIRS=pairs, BLOCK_SIZE=cache.shape[2],
-        L=triton.next_power_of_2(still), P=triton.next_power_of_2(pairs), num_warps=2,
-    )  # fmt: skip
+        q_TNW,
+        latent_T1W,
+        cos_TP,
+        sin_TP,
+        out_TNW,
+        cache,
+        slots_T,
+        q_TNW.stride(0),
+        latent_T1W.stride(0),
+        cache.stride(0),
+        N=num_heads,
+        STILL=still,
+        PAIRS=pairs,
+        BLOCK_SIZE=cache.shape[2],
+        L=triton.next_power_of_2(still),
+        P=triton.next_power_of_2(pairs),
+        num_warps=2,
+    )
     return out_TNW
 
 
@@ -263,12 +277,30 @@ def _launch(
     assert block_tables_SB.stride(1) == 1, f"block tables have strides {block_tables_SB.stride()}"
     _check_cache(q_TNW, cache)
     _attend_latents[(len(items), head_programs(num_heads, q_TNW.dtype))](
-        q_TNW, cache, out_TNL, *parts, items, block_tables_SB, q_TNW.stride(0), out_TNL.stride(0), cache.stride(0),
-        block_tables_SB.stride(0), SoftmaxOptions.of(scale, 0.0).scale_log2, N=num_heads,
-        H=heads_of_program(num_heads, q_TNW.dtype), RANK=rank, ROTATED=width - rank, BLOCK_SIZE=cache.shape[2],
-        PROMPTS=prompts, M=tile.rows, C=tile.positions, L=max(16, triton.next_power_of_2(rank)),
-        R=max(16, triton.next_power_of_2(width - rank)), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        q_TNW,
+        cache,
+        out_TNL,
+        *parts,
+        items,
+        block_tables_SB,
+        q_TNW.stride(0),
+        out_TNL.stride(0),
+        cache.stride(0),
+        block_tables_SB.stride(0),
+        SoftmaxOptions.of(scale, 0.0).scale_log2,
+        N=num_heads,
+        H=heads_of_program(num_heads, q_TNW.dtype),
+        RANK=rank,
+        ROTATED=width - rank,
+        BLOCK_SIZE=cache.shape[2],
+        PROMPTS=prompts,
+        M=tile.rows,
+        C=tile.positions,
+        L=max(16, triton.next_power_of_2(rank)),
+        R=max(16, triton.next_power_of_2(width - rank)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
 
 
 def _check_cache(q_TNW: torch.Tensor, cache: torch.Tensor) -> None:

@@ -88,7 +88,19 @@ def _launch(
     num_warps = min(16, max(1, rows * block // 512))
     inner_rows = x.shape[1] if x.dim() == 3 else 1
     _rms_norm[(triton.cdiv(num_rows, rows),)](
-        x, x if residual is None else residual, weight_E, out, out if stream is None else stream, num_rows, inner_rows,
-        x.stride(0), x.stride(1) if x.dim() == 3 else size, eps, SIZE=size, BLOCK=block, ROWS=rows,
-        ADD=residual is not None, num_warps=num_warps,
-    )  # fmt: skip
+        x,
+        x if residual is None else residual,
+        weight_E,
+        out,
+        out if stream is None else stream,
+        num_rows,
+        inner_rows,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else size,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        ROWS=rows,
+        ADD=residual is not None,
+        num_warps=num_warps,
+    )

@@ -127,11 +127,32 @@ def rope_kv_write(
     heads = min(8, triton.next_power_of_2(max(num_heads, num_kv_heads)))
     grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rope_kv_write[grid](
-        q_TND, k_TKD, v_TKD, cos_TP, sin_TP, out_TND, cache.keys, cache.values, cache.key_scales, cache.value_scales,
-        slots_T, q_TND.stride(0), k_TKD.stride(0), v_TKD.stride(0), k_cache.stride(0), v_cache.stride(0),
-        cache.scales_stride, KIND=cache.kind, N=num_heads, K=num_kv_heads, PAIRS=dim // 2, BLOCK_SIZE=block_size,
-        H=heads, P=triton.next_power_of_2(dim // 2), num_warps=2,
-    )  # fmt: skip
+        q_TND,
+        k_TKD,
+        v_TKD,
+        cos_TP,
+        sin_TP,
+        out_TND,
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
+        slots_T,
+        q_TND.stride(0),
+        k_TKD.stride(0),
+        v_TKD.stride(0),
+        k_cache.stride(0),
+        v_cache.stride(0),
+        cache.scales_stride,
+        KIND=cache.kind,
+        N=num_heads,
+        K=num_kv_heads,
+        PAIRS=dim // 2,
+        BLOCK_SIZE=block_size,
+        H=heads,
+        P=triton.next_power_of_2(dim // 2),
+        num_warps=2,
+    )
     return out_TND
 
 

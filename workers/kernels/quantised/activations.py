@@ -92,8 +92,20 @@ def round_inputs(
         padded = triton.next_power_of_2(size)
         at_once = min(max(1, _ELEMENTS // padded), triton.next_power_of_2(num_groups))
         _round[(num_tokens, triton.cdiv(num_groups, at_once))](
-            x_TI, scale_TG if scale is None else scale, out_TI, scale_TG, x_TI.stride(0), num_inputs, num_groups,
-            float(zero), LARGEST=_LARGEST[levels], GROUP=size, GIVEN=scale is not None, FP8=levels == "fp8", R=at_once,
-            X=padded, num_warps=4 if at_once * padded <= _ELEMENTS else 8,
-        )  # fmt: skip
+            x_TI,
+            scale_TG if scale is None else scale,
+            out_TI,
+            scale_TG,
+            x_TI.stride(0),
+            num_inputs,
+            num_groups,
+            float(zero),
+            LARGEST=_LARGEST[levels],
+            GROUP=size,
+            GIVEN=scale is not None,
+            FP8=levels == "fp8",
+            R=at_once,
+            X=padded,
+            num_warps=4 if at_once * padded <= _ELEMENTS else 8,
+        )
     return RoundedInputs(levels_TI=out_TI, scale_TG=scale_TG)
