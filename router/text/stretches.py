@@ -5,9 +5,9 @@
 
 A tokenizer of the `tokenizers` library first finds the added tokens that are not normalised, and then normalises and
 splits what lies between, each part by itself (its `AddedVocabulary`). So a prompt's ids are those of its stretches if
-each one but the first begins with such a token and no token looks at its neighbours (`single_word`, `lstrip`,
-`rstrip`). This is tried between awkward neighbours before anything is remembered, and on one prompt of `CHECK_EVERY`
-in service; a difference ends the memory.
+each one but the first begins with such a token, which takes no white space before it (`lstrip`), and no token asks what
+stands beside it (`single_word`). This is tried between awkward neighbours before anything is remembered, and on one
+prompt of `CHECK_EVERY` in service; a difference ends the memory.
 
 Stretches are kept apart by the salt of a tenant's KV: otherwise the time to the first token would tell a tenant which
 texts others have sent.
@@ -60,7 +60,7 @@ class Stretches:
         """`controls`: the texts of spans, if the reader needs these."""
         added = backend.get_added_tokens_decoder().values()
         raw = [token for token in added if not token.normalized]
-        self._cuts = {token.content for token in raw if not (token.lstrip or token.rstrip or _has_space(token.content))}
+        self._cuts = {token.content for token in raw if not (token.lstrip or _has_space(token.content))}
         if controls is not None:
             self._cuts.intersection_update(controls)
         if any(token.single_word for token in added):

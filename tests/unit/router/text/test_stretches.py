@@ -93,20 +93,23 @@ async def test_memory_is_bounded() -> None:
     assert 0 < max(parts) <= 4_000
 
 
-@pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip", "normalized"])
-def test_a_token_that_looks_at_its_neighbours_begins_no_stretch(flag: str) -> None:
+@pytest.mark.parametrize(
+    ("flag", "remembers"),
+    [("", True), ("rstrip", True), ("lstrip", False), ("single_word", False), ("normalized", False)],
+)
+def test_a_token_begins_a_stretch_unless_it_asks_what_is_before_it(flag: str, remembers: bool) -> None:
     flags = {name: name == flag for name in ("single_word", "lstrip", "rstrip")}
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.train_from_iterator(["a path  to join"], trainers.BpeTrainer(show_progress=False))
     backend.add_tokens([AddedToken("<a>", special=True, normalized=flag == "normalized", **flags)])
-    texts = Tokenizer(backend)
-    text = "a path <a>  to <a><a> join" * 3
-    ids = texts.stretches.read(text, None, b"")
-    assert list(ids) == backend.encode(text).ids
-    assert texts.stretches.read(text, None, b"") == ids
-    assert texts.stretches.num_remembered == 0
+    backend.add_tokens([AddedToken("  ", normalized=False), AddedToken("to", normalized=False, lstrip=True)])
+    texts, draw = Tokenizer(backend), random.Random(flag)
+    for _ in range(200):
+        text = "".join(draw.choice(("<a>", " ", "  ", "\n", "to", "path", "join")) for _ in range(30))
+        assert list(texts.stretches.read(text, None, b"")) == backend.encode(text).ids
+    assert (texts.stretches.num_remembered > 0) is remembers
 
 
 def test_a_tokenizer_that_cannot_be_cut_reads_the_whole() -> None:
