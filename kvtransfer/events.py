@@ -91,7 +91,7 @@ class Gap:
 
 
 class EventCursor:
-    """The reader's side: which event of which life of one worker comes next. Starts out knowing nothing."""
+    """The reader's position in one worker's events, empty at first."""
 
     def __init__(self) -> None:
         self.incarnation = 0

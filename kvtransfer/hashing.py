@@ -24,9 +24,8 @@ _FEW = 4  # blocks that hashlib hashes faster than a call of compiled code
 
 
 class Remembering(tuple[int, ...]):
-    """Token ids that keep what was hashed of them, and whether all are below some number. Where gateway and workers are
-    one process, as in a simulation, each hashes and checks the very same prompt; elsewhere nothing is gained. A slice
-    of them, or a sum, is a plain tuple."""
+    """Token ids that remember their hashes and checked bound. This helps where gateway and workers are one process, as
+    in a simulation. A slice or sum is a plain tuple."""
 
     hashed: dict[tuple[BlockHash, int, int], bytes]
     are_below: dict[int, bool]

@@ -21,11 +21,10 @@ from protos.values import Ticket
 
 
 class Session:
-    """The sender's side of a ticket. Its lease runs here only while an offered block has not left: from the first
-    offer, and again from each block that is sent. It does not bound how long a prompt waits and computes.
+    """The sender's side of a ticket. Its lease runs only while an offered block is unsent, from the first offer and
+    again from each sent block. It does not bound how long a prompt waits and computes.
 
-    `max_chunk_blocks` is for blocks of all layers: a chunk of a smaller group has as many more.
-    """
+    `max_chunk_blocks` is for blocks of all layers: a chunk of a smaller group has as many more."""
 
     def __init__(self, ticket: Ticket, *, max_chunk_blocks: int) -> None:
         assert max_chunk_blocks > 0

@@ -129,7 +129,7 @@ def rank_block_bytes(layout: KVLayout) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """The range of heads of every chunk that one source rank sends to one destination rank."""
+    """The range of heads that one source rank sends to one destination rank in every chunk."""
 
     source: int
     destination: int

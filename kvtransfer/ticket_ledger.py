@@ -115,8 +115,8 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tombstone:
-    """The record of an ended ticket. `generation` None: it was aborted before any generation was reserved. `cause`: the
-    error of a request that still waits for the KV."""
+    """The record of an ended ticket. `generation` None: it was aborted before any reservation. `cause`: the error for a
+    request that waits for the KV."""
 
     generation: int | None
     state: TicketState
@@ -125,8 +125,8 @@ class Tombstone:
 
 
 class Ledger:
-    """One destination's tickets. Not thread-safe: it has one owner, who also owns the pool the blocks come from.
-    `num_changes` counts tickets that came and tickets that ended."""
+    """The tickets of one destination. Not thread-safe: its owner also owns the block pool. `num_changes` counts tickets
+    that began and ended."""
 
     def __init__(self, *, max_tombstones: int = 4096) -> None:
         self.num_changes = 0

@@ -73,8 +73,8 @@ class Chunk(Value, frozen=True, kw_only=True):
 
 
 class Sent(Value, frozen=True, kw_only=True):
-    """The chunk has left this host for good: `num_bytes` in all, in `elapsed_s` on the lane, which were over at
-    `ended_s` by the monotonic clock; None from a lane that has none."""
+    """A chunk that was sent: `num_bytes` in `elapsed_s` on the lane, until `ended_s` by the monotonic clock (None for a
+    lane without a clock)."""
 
     chunk: Chunk
     num_bytes: int
@@ -95,9 +95,8 @@ class Arrived(Value, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneLost:
-    """The present lane from, or to, this peer has ended; payloads that were offered and are not `Sent` are dropped.
-    Returned once for each lane. A later `open`, `offer` or `expect` makes a new one. `peer` is its `peer_name`, `cause`
-    the error of requests that waited for it."""
+    """The lane from or to this peer has ended, and unsent payloads are dropped. Returned once for each lane; a later
+    `open`, `offer` or `expect` makes a new one. `peer`: its `peer_name`; `cause`: the error of waiting requests."""
 
     peer: str
     reason: str

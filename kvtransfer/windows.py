@@ -16,7 +16,7 @@ from protos.values import KVLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWindows:
-    """`windows` has one entry for each group: the positions that a token reads, itself included; None: all."""
+    """`windows` has for each group the number of positions that a token reads, itself included; None: all."""
 
     block_size: int
     windows: tuple[int | None, ...] = (None,)

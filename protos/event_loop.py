@@ -47,8 +47,8 @@ class Changed:
 
 
 class OwnPauses:
-    """Notices that the event loop stood still because its process was stopped or frozen. Until `RECENT_S` after that,
-    the silence of others says nothing: connections and deadlines ended although nobody else failed."""
+    """Notices that the process was stopped or frozen. For `RECENT_S` after that, silent peers are not faulty:
+    connections and deadlines ended because of this process."""
 
     PERIOD_S = 0.5
     PAUSE_S = 1.0  # less than gRPC's keepalive waits

@@ -8,8 +8,8 @@ from protos.codec import Value
 
 
 class KVPart(Value, frozen=True, kw_only=True):
-    """One of the tensors that a KV cache keeps of a layer: at each position `heads` rows of `width` elements, over all
-    ranks. `cut_by_heads`: the ranks share the heads, or have copies of one; else each rank has all of them."""
+    """A tensor that a KV cache keeps of a layer: at each position `heads` rows of `width` elements, over all ranks.
+    `cut_by_heads`: ranks divide the heads, or copy one; else each rank has all."""
 
     name: str  # "key", "value", or LATENT
     heads: int
@@ -31,8 +31,8 @@ LATENT = "latent"
 
 
 class KVGroup(Value, frozen=True, kw_only=True):
-    """Layers that keep the same parts under one block table. `window`: a block is not read any more once it lies so
-    many positions back; None: every block is read to the end."""
+    """Layers with the same parts and one block table. `window`: how many positions back a block is still read; None:
+    all."""
 
     layers: tuple[int, ...]
     parts: tuple[KVPart, ...]
@@ -40,9 +40,8 @@ class KVGroup(Value, frozen=True, kw_only=True):
 
 
 class KVHead(Value, frozen=True, kw_only=True):
-    """The part that a drafting head keeps beside a block of its model, under the block table of the first group. Its
-    parts are cut between ranks as the model's. `name` is its kind, and a hash of its files: KV of two heads
-    differs."""
+    """The KV of a drafting head beside a block of its model, under the first group's block table, divided between ranks
+    as the model's. `name`: its kind and a hash of its files, because KV of two heads differs."""
 
     name: str
     num_layers: int

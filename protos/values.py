@@ -101,8 +101,8 @@ class SamplingParams(Value, frozen=True, kw_only=True):
 
 
 class LaneAddress(Value, frozen=True, kw_only=True):
-    """Where a worker can be met: the rendezvous store its lanes' process groups are made over, which serves those who
-    have its `key`. The key is never logged or shown: only members of the cluster get this value."""
+    """Where to meet a worker: the rendezvous store of its lanes, which serves clients with its `key`. The key is never
+    logged or shown: only members of the cluster get this value."""
 
     worker_id: str
     incarnation: int
@@ -211,8 +211,8 @@ class MoveRequest(Value, frozen=True, kw_only=True):
 
 
 class ShareRequest(Value, frozen=True, kw_only=True):
-    """Asks a worker to push cached blocks. `hashes` are the chain from the prompt's first block to the ticket's last;
-    what is pushed ends before the first that is not cached any more."""
+    """Asks a worker to push cached blocks. `hashes`: the chain from the prompt's first block to the ticket's last. Only
+    blocks before the first uncached one are pushed."""
 
     ticket: Ticket
     hashes: tuple[BlockHash, ...]
@@ -276,9 +276,8 @@ class Tier(IntEnum):
     """Where a worker keeps a block: `DEVICE` is the cache that steps read, `HOST` the memory it evicts to and loads
     from.
 
-    A block may be in both. The blocks of a chain that are in either are a prefix, unless the worker has reported one of
-    them as lost; and so are those on the device.
-    """
+    A block may be in both. Blocks of a chain in either tier are a prefix unless the worker has reported one as lost,
+    and so are those on the device."""
 
     DEVICE = 0
     HOST = 1
@@ -293,7 +292,7 @@ class BlockStored(Value, frozen=True, kw_only=True):
 
 
 class BlockRemoved(Value, frozen=True, kw_only=True):
-    """Blocks that one tier dropped; the other may have them still."""
+    """Blocks that one tier dropped; the other may still have them."""
 
     hashes: Sequence[BlockHash]
     tier: Tier = Tier.DEVICE
@@ -307,8 +306,8 @@ KVEvent = BlockStored | BlockRemoved | Cleared
 
 
 class KVEvents(Value, frozen=True, kw_only=True):
-    """Events first_seq, first_seq + 1, ... of one incarnation. A snapshot replaces everything known before;
-    its `first_seq` is the number of the next event that will follow it."""
+    """Events first_seq, first_seq + 1, ... of one incarnation. A snapshot replaces earlier events; its `first_seq` is
+    the number of the next one."""
 
     incarnation: int
     first_seq: int
@@ -331,9 +330,9 @@ class LaneLoad(Value, frozen=True, kw_only=True):
 
 
 class HostLoad(Value, frozen=True, kw_only=True):
-    """The blocks a worker keeps in host memory. All but the first two count since its start: blocks copied from the
-    device, dropped, and copied back, prompt tokens loaded instead of computed, and those that were there and were
-    computed all the same, since that was quicker."""
+    """Blocks in a worker's host memory. All but the first two count since its start: blocks copied from the device,
+    dropped, copied back; prompt tokens loaded, and prompt tokens computed although they were there, because that was
+    faster."""
 
     num_blocks: int = 0
     num_used: int = 0
@@ -423,8 +422,8 @@ class WorkerLoad(Value, frozen=True, kw_only=True):
 
 
 class Adapter(Value, frozen=True, kw_only=True):
-    """A LoRA adapter on a worker, from the folder `path` of the worker's host. `adapter_id` is the digest of its files,
-    `rank` the largest of its matrices', `num_bytes` those on rank 0."""
+    """A LoRA adapter on a worker, from the folder `path` of its host. `adapter_id`: the digest of its files; `rank`:
+    its largest; `num_bytes`: its memory on rank 0."""
 
     adapter_id: str
     name: str
@@ -452,7 +451,7 @@ class StepMessage(Value, frozen=True, kw_only=True):
 
 
 class Hello(Value, frozen=True, kw_only=True):
-    """First message of a gateway: who it is, and which KV events of which incarnation it wants next."""
+    """A gateway's first message: its id, and the KV events that it needs next."""
 
     gateway_id: str
     incarnation: int = 0
@@ -509,8 +508,8 @@ class TicketStats(Value, frozen=True, kw_only=True):
 
 
 class LaneStats(Value, frozen=True, kw_only=True):
-    """One lane to one peer. `busy_s` was spent moving bytes; `idle_s` has passed since the last progress. `reason` is
-    why its transport is not a faster one, or why it is in quarantine."""
+    """A lane to one peer. `busy_s`: time spent moving bytes; `idle_s`: since the last progress. `reason`: why its
+    transport is not faster, or why it is in quarantine."""
 
     peer: str
     transport: str
@@ -552,8 +551,8 @@ class Health(Value, frozen=True, kw_only=True):
 
 
 class KVPiece(Value, frozen=True, kw_only=True):
-    """Part of a ticket's KV on its way: the bytes (of rank 0) of some layers of some blocks. `peer` is the other end of
-    the lane; for `hidden_s` of the time the sequence was still computed."""
+    """Part of a ticket's KV: rank 0's bytes of some layers of some blocks. `peer`: the lane's other end; for `hidden_s`
+    the sequence was still being computed."""
 
     peer: str
     ticket_id: str

@@ -134,7 +134,7 @@ def _layout_of(packed: bytes) -> Any:
 
 
 class _Codec:
-    """Converts the values of one class. Fields whose default is None are optional in the message, too."""
+    """Converts the values of one class. Fields with the default None are optional in the message."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind

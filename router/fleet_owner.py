@@ -21,8 +21,8 @@ from protos.values import WorkerRole
 
 
 class RequestSample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Times are by the clock of the gateway's event loop, None until then. `failed`: it ended without an answer
-    although its client stayed."""
+    """Times are by the gateway's event loop, None for no event yet. `failed`: it ended without an answer although its
+    client stayed."""
 
     received_s: float
     first_s: float | None
@@ -48,8 +48,8 @@ class WorkerSight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewaySight(msgspec.Struct, frozen=True, kw_only=True):
-    """One gateway process's view of the `covered_s` seconds before `now_s`, by its event loop's clock.
-    `num_arrived` includes refused requests; `samples` are an even part of the requests if there are many."""
+    """A gateway process's report of the `covered_s` seconds before `now_s`, by its event loop's clock. `num_arrived`
+    includes refused requests; `samples` are evenly chosen if there are many."""
 
     gateway_id: str
     now_s: float
@@ -88,9 +88,9 @@ class WeighedCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityDecision:
-    """`counts`: the fleet that the planner wants; `desired`: the one before. `change`: the number of the ordered
-    change, 0 for none. `at_s`: seconds since 1970. `attainment`, `arrival_rate` (requests a second) and
-    `num_waiting` are what clients saw."""
+    """`counts`: the planned fleet; `desired`: the present one. `change`: the number of the ordered change, 0 for none.
+    `at_s`: seconds since 1970. `attainment`, `arrival_rate` (requests a second) and `num_waiting` are what clients
+    saw."""
 
     at_s: float
     desired: dict[WorkerRole, int]
@@ -143,8 +143,8 @@ class ChangeState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revision:
-    """The difference of the workers from their cluster's first settings. `name` is made from all of it; "" for the
-    first revision."""
+    """How workers differ from their cluster's first settings. `name` is made from the difference; "" for the first
+    revision."""
 
     name: str = ""
     model: str = ""

@@ -107,7 +107,7 @@ class Generate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterReport:
-    """How workers carried an order about an adapter out: the adapter that each had or has, or why it refused."""
+    """The workers' answers to an order about an adapter: the adapter of each, or why it refused."""
 
     done: Mapping[str, Adapter | None]
     failed: Mapping[str, str]

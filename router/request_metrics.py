@@ -119,8 +119,8 @@ class _GapCollector(Collector):
 
 
 class Track:
-    """One request, measured from here to `finish`: a context manager, unless its response outlives the block. `usage`
-    is None before it has ended, `outcome` "" before `finish`, and `tenant` "" before it is known."""
+    """Measures one request until `finish`: a context manager, unless the response outlives the block. `usage` is None,
+    and `outcome` and `tenant` are "", until known."""
 
     def __init__(self, metrics: EndpointMetrics) -> None:
         self._metrics = metrics

@@ -78,8 +78,8 @@ class Scraped(Collector):
 
 
 class ModelsCollector(Collector):
-    """/metrics of several models as one page; series without a label `model` get one. `registries`: by the model's
-    name, without what the models share."""
+    """/metrics of several models as one page. Series without a label `model` get one. `registries`: by the model's
+    name, without shared metrics."""
 
     def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
         self._registries = registries

@@ -125,10 +125,10 @@ class Batch(Value, frozen=True, kw_only=True):
 
 
 class RowOutput(Value, frozen=True, kw_only=True):
-    """`token_ids` are the sampled tokens; none where the row had nothing to sample, and none where it could not yet:
-    the mask of its grammar is pending, and its last position is to be computed again. `logprobs` has an entry a token,
-    or none where none were asked for. `embedding` is the sum over the row's pooled positions, float32. With an `error`
-    the request cannot continue, for a reason of its own."""
+    """`token_ids` are the sampled tokens; none if the row does not sample, or its grammar's mask is pending: then its
+    last position is computed again. `logprobs` has an entry a token, or none where none were asked for. `embedding` is
+    the sum over the row's pooled positions, float32. With an `error` the request cannot continue, for a reason of its
+    own."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
@@ -179,8 +179,8 @@ class DeviceTimedStep(Protocol):
 
 
 class RowLimits(Value, frozen=True, kw_only=True):
-    """The most that a pipeline or runner computes: `Batch.num_steps`, and `Row.draft_ids` of a row. By default rows
-    bring one token each."""
+    """The most steps (`Batch.num_steps`) and drafts of a row (`Row.draft_ids`) that a pipeline or runner computes. By
+    default rows bring one token each."""
 
     num_steps: int = 1
     num_drafts: int = 0

@@ -63,9 +63,8 @@ log = logging.getLogger("baton.worker")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedRank:
-    """One rank of a worker with its weights and its share of the cache. `scheduler` holds what was resolved from the
-    settings and the checkpoint: the same on all ranks, as are `storage.num_blocks` and `num_slots`, the blocks that the
-    host tier keeps."""
+    """A rank of a worker, with its weights and share of the cache. `scheduler`: settings resolved with the checkpoint.
+    These, `storage.num_blocks` and `num_slots` (blocks of the host tier) are equal on all ranks."""
 
     model: ServedConfig
     name: str

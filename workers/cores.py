@@ -32,7 +32,7 @@ short as the fewest (50 to 80 ms; 10,000: 460 ms, unlimited: 1.6 s)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """A physical core: `cpu` is the first of its hyperthreads that this process may use; `node` has its memory."""
+    """A physical core. `cpu`: the first of its hyperthreads that this process may use; `node`: its memory node."""
 
     cpu: int
     node: int

@@ -61,7 +61,7 @@ class FleetActuator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollMix:
-    """Workers of each role with the revision that the fleet is to have, and with others."""
+    """Workers of each role, with the fleet's next revision and with others."""
 
     newer: Counts
     older: Counts

@@ -48,8 +48,8 @@ def _differing(left: LivingFleet, config: ClusterConfig) -> str:
 
 
 class Takeover:
-    """`left`: workers that run; `record`: of their owner; `wanted`: the configuration of its successor. `config` has
-    the settings of the first revision."""
+    """The takeover of `left` workers: `record` is their owner's, `wanted` the new configuration, `config` that of the
+    first revision."""
 
     def __init__(self, left: LivingFleet, record: FleetRecord | None, wanted: ClusterConfig) -> None:
         self.config = replace(wanted, peers=left.peers, worker=left.worker)

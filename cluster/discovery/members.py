@@ -19,7 +19,7 @@ log = logging.getLogger("baton.discovery")
 
 
 class Members(Protocol):
-    """The workers that a gateway knows. Adding one again with another address moves it."""
+    """The workers of a gateway. Adding one again with another address moves it."""
 
     def starting(self, worker_id: str, successor: Successor | None) -> None:
         """A process of the worker is being started, or (None) no longer announced. Ends with `add_worker`."""
@@ -53,8 +53,8 @@ class Announcer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announced:
-    """All that a supervisor announces: addresses of workers that serve and processes that are being started, by worker
-    id; the fault of the cluster behind them, "" without one; and the token of its run, if it made one."""
+    """A supervisor's announcements: addresses of serving workers and starting processes, by worker id; the cluster's
+    fault, or ""; and the run's token, if it made one."""
 
     workers: dict[str, str] = field(default_factory=dict)
     starting: dict[str, Successor] = field(default_factory=dict)

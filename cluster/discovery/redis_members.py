@@ -121,8 +121,8 @@ class _Trouble:
 
 
 class RedisAnnouncer:
-    """Lives on one event loop. Renews its lease three times in its length, so one missed renewal loses no worker.
-    Workers that outlive their supervisor for `orphan_s` are announced for so long."""
+    """Renews its lease three times in its length, so that one missed renewal loses no worker. Workers that outlive
+    their supervisor stay announced for `orphan_s`. Lives on one event loop."""
 
     def __init__(
         self, client: Redis, *, token: str = "", lease_s: float = LEASE_S, orphan_s: float = 0.0, fleet: str = ""

@@ -21,7 +21,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report. `name` is stable; `subject` is the worker, lane or host that it is about."""
+    """One line of the report. `name` is stable; `subject`: the worker, lane or host."""
 
     name: str
     severity: Severity
@@ -71,7 +71,7 @@ class LaneSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneProbe:
-    """A lane from one worker to another, with KV of several sizes moved over it. `error`: why one did not arrive."""
+    """A lane's transfers of several sizes. `error`: why a transfer failed."""
 
     source: str
     destination: str

@@ -69,7 +69,7 @@ REPLICA_MESSAGES = Messages.of(BeginReplica, ReplicaState, ProcessFailed)
 
 @dataclass(slots=True, eq=False)
 class ReplicaSlot:
-    """The place of one replica, over its restarts, with the port that is its own."""
+    """The place of one replica, with its own port, over its restarts."""
 
     own: socket.socket
     life: Life

@@ -41,8 +41,8 @@ class ProcessFailed:
 
 
 class MessageChannel:
-    """One end. Each message is a value of one of the types in `messages`, a table by name. `send` returns immediately;
-    it drops messages to an end that is gone."""
+    """One end of a channel. Each message is a value of a type in `messages`, by name. `send` returns immediately, and
+    drops messages if the other end is gone."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, messages: Messages) -> None:
         self._reader = reader

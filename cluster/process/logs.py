@@ -44,8 +44,8 @@ class LogConsole(Console):
 
 
 class ResultConsole(Console):
-    """stdout of a verb that keeps running after its output. Its reader may go, as in `baton up | head -1`, or the disk
-    may be full: neither stops the verb."""
+    """stdout of a verb that keeps running. A closed pipe, as in `baton up | head -1`, or a full disk does not stop the
+    verb."""
 
     def __init__(self) -> None:
         super().__init__(soft_wrap=True, highlight=False)

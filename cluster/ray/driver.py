@@ -46,7 +46,7 @@ EXIT_RAY_LOST = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class RayDriver:
-    """Starts Ray, or finds it, and answers calls for the process that started this one, on one event loop."""
+    """Starts or finds Ray, and answers the parent's calls on one event loop."""
 
     def __init__(self, begin: BeginDriver, channel: MessageChannel) -> None:
         self._begin = begin

@@ -18,8 +18,8 @@ from protos.values import ErrorInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginDriver:
-    """`folder` is the cluster's on this machine; `lock` is a file in it that the parent locks while it lives, "" if the
-    workers outlive the parent. `was_up`: there was a Ray before. `part`: of this machine, None for all of it."""
+    """`folder`: the cluster's; `lock`: a file there that the parent locks while it lives, "" if workers outlive the
+    parent. `was_up`: an earlier driver had a Ray. `part`: of this machine, None for all of it."""
 
     config: RayConfig
     folder: str

@@ -53,8 +53,8 @@ BEING_STARTED = "Ray is being started"
 
 
 class DriverProcess:
-    """`run` it on one event loop. `came_up` is awaited whenever Ray has come up; `clean_up` ends what is left of a Ray,
-    on a thread."""
+    """Runs the driver: `run` it on one event loop. `came_up` is awaited whenever Ray is up; `clean_up` removes the rest
+    of a Ray, on a thread."""
 
     def __init__(
         self,

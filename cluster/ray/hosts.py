@@ -66,7 +66,7 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenShare:
-    """A reservation in Ray: the GPUs of each rank, and the node of each, by its address; no nodes on this machine."""
+    """A reservation in Ray: the GPUs of each rank, and the node of each by its address, none on this machine."""
 
     devices: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -81,8 +81,8 @@ class WorkerPlace:
 
 
 class ThisMachine:
-    """`folder` is the cluster's; `lock` is a file in it that the cluster locks while it lives. If it is "", ranks live
-    until they have had no contact for `contact_s`, and share the folder."""
+    """`folder`: the cluster's; `lock`: a file there that the cluster locks while it lives. With "" ranks share the
+    folder and live until `contact_s` without contact."""
 
     address = ""
 

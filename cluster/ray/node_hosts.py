@@ -70,8 +70,8 @@ class NodeHost:
 
 
 class NodeLink:
-    """A `RankConnection`. A rank outlives the loss of its node or of Ray: the link is made again once Ray has the node.
-    Meanwhile the rank's health shows whether it lives."""
+    """A `RankConnection` that is made again after the loss of its node or of Ray, which the rank outlives. Meanwhile
+    the rank's health shows whether it lives."""
 
     def __init__(self, name: str, pid: int, node: NodeHost) -> None:
         self._name = name

@@ -53,7 +53,7 @@ class RankSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """`share` of the weights have been read, from 0 to 1: `num_bytes` of this rank's."""
+    """`share` of a rank's `num_bytes` of weights has been read, from 0 to 1."""
 
     share: float
     num_bytes: int = 0

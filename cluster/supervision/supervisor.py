@@ -30,8 +30,8 @@ log = logging.getLogger("baton.cluster")
 
 
 class Launcher(Protocol):
-    """Runs one incarnation of a worker. Closing the stream ends all its processes, and so does an error that it
-    raises."""
+    """Runs one incarnation of a worker. Closing the stream, or an error that it raises, ends all processes of the
+    worker."""
 
     def launch(self, plan: WorkerPlan, incarnation: int) -> AsyncGenerator[Event, None]: ...
 
@@ -52,7 +52,7 @@ class RunningWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedWorker:
-    """A worker as people see it. `loaded`: the share of its weights that has been read, `loading` says it in words."""
+    """A worker for display. `loaded`: the share of its weights that has been read; `loading`: the same in words."""
 
     worker_id: str
     life: Life
@@ -85,7 +85,7 @@ class WorkerControl(Protocol):
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
-    """A worker from its first launch until it has been removed. `flips_to`: the role that it is about to get."""
+    """A worker from its first launch until its removal. `flips_to`: its next role."""
 
     plan: WorkerPlan
     view: SupervisedWorker

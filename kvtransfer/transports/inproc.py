@@ -96,7 +96,7 @@ class InprocExchange:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """One end's view of a lane. Parcels belong to the lane they were offered on, and die with it."""
+    """One end's view of a lane. Its parcels end with it."""
 
     peer: str
     num_staged_bytes: int = 0

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 
 
 class ModelFiles(Protocol):
-    """The small files of a model by the names that they have in a Hugging Face folder, wherever their content is from.
+    """The small files of a model, by their names in a Hugging Face folder.
 
-    Both getters raise BadCheckpoint for content that is damaged, and return None where the model has no such file.
-    """
+    Both getters raise BadCheckpoint for content that is damaged, and return None where the model has no such file."""
 
     @property
     def path(self) -> Path:

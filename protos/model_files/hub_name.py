@@ -12,8 +12,8 @@ _CACHED = re.compile(r"/models--([^/]+)--([^/]+)/snapshots/([^/]+)(?:/(.+))?$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """`acme/tiny@main:Q4_K_M`: a repository, its `revision` ("" for the cached one, or main), and a GGUF `file` of it,
-    by its name or by how it is quantized ("" for a checkpoint's folder)."""
+    """`acme/tiny@main:Q4_K_M`: a repository, its `revision` ("" for the cached one, or main), and a GGUF `file`, by
+    name or encoding ("" for a checkpoint's folder)."""
 
     repository: str
     revision: str = ""

@@ -73,7 +73,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A job in the queue; `came` gets the outcome of its wait, which `timeout` bounds."""
+    """A job in the queue. `came` gets the outcome of its wait, at most `timeout` long."""
 
     job: Job
     came: asyncio.Future[None]

@@ -130,7 +130,7 @@ class QueuedJob:
 
 @dataclass(slots=True, eq=False)
 class BatchRun:
-    """A run of a job on the workers. `worker_id`: where it decodes, "" before that is known."""
+    """A run of a job. `worker_id`: the worker that decodes it, "" before it is known."""
 
     number: int
     request_id: str

@@ -60,13 +60,11 @@ class Room:
 
 
 class Overrun:
-    """How much later than predicted first tokens have come recently: other steps, full decode workers and bursts delay
-    them. The estimate rises quickly and halves every `HALF_LIFE_S`, so that jobs are not refused for a delay that is
-    over.
+    """How much later than predicted first tokens came recently, because of other steps, full decode workers and bursts.
+    The estimate rises quickly and halves every `HALF_LIFE_S`, so that jobs are not refused for a delay that is over.
 
     A job with less work before it than the late jobs is assumed to be late by proportionally less. Otherwise a cluster
-    that fell behind once would refuse every job even while it is idle.
-    """
+    that fell behind once would refuse every job even while it is idle."""
 
     def __init__(self) -> None:
         self._late_s = Decayed(half_life_s=HALF_LIFE_S)

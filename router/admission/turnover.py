@@ -21,8 +21,7 @@ YOUNG = 0.25  # share of the running jobs
 
 
 class Turnover:
-    """The rate of one gateway process, and so its share of the fleet. `num_output`: tokens that the running jobs
-    have."""
+    """The rate of one gateway process. `num_output`: tokens of the running jobs."""
 
     def __init__(self) -> None:
         self._ended = Rate(half_life_s=HALF_LIFE_S)  # since the queue formed

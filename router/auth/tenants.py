@@ -53,8 +53,8 @@ PERIODS: tuple[str, ...] = ("month", "day")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """None: no limit. Tenants that share caches can learn, by the time of a request, that another tenant sent the
-    same prompt."""
+    """None means no limit. Tenants that share caches can detect, by a request's time, that another tenant sent the same
+    prompt."""
 
     name: str = ANONYMOUS
     weight: float = 1.0

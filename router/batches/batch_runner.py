@@ -147,8 +147,8 @@ MAX_FAILURES = 3
 
 
 class BatchRunner:
-    """`gateway`: as clients have it, but with the way to workers, the limits and the ledger of batches. `room` is what
-    the workers have room for beside people."""
+    """Runs batches. `gateway` is the clients' with the workers, limits and ledger of batches; `room` is the capacity
+    that people leave."""
 
     def __init__(
         self, gateway: Gateway, storage: BatchStorage, room: BatchRoom, metrics: BatchMetrics, *, lease_s: float
@@ -243,7 +243,7 @@ class BatchRunner:
 
 
 class _OwnedBatch:
-    """A batch that this process owns, from where it stands to its end."""
+    """A batch that this process owns, until it ends."""
 
     def __init__(
         self, gateway: Gateway, storage: BatchStorage, room: BatchRoom, metrics: BatchMetrics, batch: StoredBatch

@@ -53,7 +53,7 @@ class LineAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputLine:
-    """`name`: of its request, the same each time that the line runs."""
+    """A line. `name`: its request's, the same at each attempt."""
 
     number: int
     custom_id: str
@@ -76,9 +76,9 @@ def may_pass(error: BatonError) -> bool:
 
 
 class LineLedger:
-    """The observer of one attempt of a line: writes no row for an attempt after which the line runs again. `records`
-    has all attempts. `is_last`: the line does not run again, however the attempt ends. `is_stopped`: its batch was
-    cancelled or has expired, so that an interrupted line does not run again."""
+    """Observes one attempt of a line, and writes no row if the line runs again. `records` has all attempts. `is_last`:
+    no further attempt follows. `is_stopped`: the batch was cancelled or has expired, so an interrupted line does not
+    run again."""
 
     def __init__(
         self, ledger: RequestLedger, records: RequestTraces, *, is_last: bool, is_stopped: Callable[[], bool]

@@ -30,7 +30,7 @@ _INSTRUCTIONS = ("tools", "system", "instructions", "messages", "input", "prompt
 
 
 class LineIndex:
-    """Where each line begins, how long it is, and where it goes in the order of running."""
+    """The place and length of each line, and its number in the order of running."""
 
     def __init__(self) -> None:
         self.starts = array("Q")

@@ -44,7 +44,7 @@ MAX_BEGIN_BYTES = 1024
 
 
 class RequestsReader:
-    """Feed it the body, then call `end`. It finds where each request ends; whether it is JSON is its reader's to check.
+    """Splits a body into requests: feed it the body, then call `end`. It does not check whether a request is JSON.
     Raises InvalidRequest."""
 
     def __init__(self, max_request_bytes: int) -> None:

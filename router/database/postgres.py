@@ -64,7 +64,7 @@ class _PostgresTransaction:
 
 
 class PostgresDatabase:
-    """One connection, whose calls wait for each other, and which is made anew after it broke."""
+    """One connection, whose calls wait for each other. It is replaced when it breaks."""
 
     def __init__(self, url: str, store: str, prepare: Prepare) -> None:
         """Opens the database. Writers of the same `store` wait for each other. Raises Misconfigured."""

@@ -60,10 +60,10 @@ RENEWALS_A_LEASE = 3
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Attempt:
-    """One attempt to run a job on one worker or one pair. `prefill` is None where `decode` serves both halves; `pull`
-    is the prefix that the prefill worker fetches instead of computing it. A migrated sequence depends on other
-    `members`. `is_reserved`: the decode worker of a pair has blocks for it. `begun_s`: when the workers were chosen,
-    by the loop's clock."""
+    """One attempt to run a job on one worker or one pair. `prefill` is None if `decode` does both; `pull` is the prefix
+    that the prefill worker fetches instead of computing it. A migrated sequence depends on other `members`.
+    `is_reserved`: the decode worker of a pair has blocks for it. `begun_s`: when the workers were chosen, by the loop's
+    clock."""
 
     request_id: str
     generation: int

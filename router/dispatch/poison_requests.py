@@ -48,8 +48,7 @@ class CrashHistory:
 
 @dataclass(slots=True, eq=False)
 class _WorkerLoss:
-    """Jobs that reached the limit in the loss of one life: `num_jobs` in all, of which `jobs` are still here. They are
-    divided once."""
+    """The jobs that reached the limit in one loss: `num_jobs` in all, of which `jobs` remain. They are divided once."""
 
     num_jobs: int = 0
     jobs: list[CrashHistory] = field(default_factory=list)
@@ -57,8 +56,8 @@ class _WorkerLoss:
 
 
 class PoisonRequests:
-    """One for a dispatcher. Lives on its event loop. The batch at the head of the line is tried. If the line has not
-    moved for `patience_s`, the next batch is tried beside it, so that a slow batch only delays the others."""
+    """The poison requests of one dispatcher, on its event loop. The first batch in line is tried; if it takes longer
+    than `patience_s`, the next batch is tried too."""
 
     def __init__(self, *, max_worker_crashes: int, patience_s: float) -> None:
         self._max_kills = max_worker_crashes

@@ -35,8 +35,8 @@ EVICTED = "evicted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHolder:
-    """A worker that has the first `num_tokens` of a sequence and pushes `bytes_per_s`. Loading the tokens that only its
-    host has takes `load_s`, before the push."""
+    """A worker that has the first `num_tokens` of a sequence and pushes `bytes_per_s`. Tokens only in its host memory
+    are first loaded in `load_s`."""
 
     worker_id: str
     num_tokens: int

@@ -57,7 +57,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Face:
-    """The endpoints that answer in the form of one API. `absent`: why its other paths are, by their beginnings."""
+    """The endpoints with one API's form of answers. `absent`: why other paths, by their beginnings, do not exist."""
 
     endpoints: Sequence[Endpoint]
     api: Api = OPENAI

@@ -42,8 +42,7 @@ class FileContents(Protocol):
 
 
 class FolderContents:
-    """Each file under its id; NAME.part until all of it is on disk. Raises Misconfigured for a folder that cannot be
-    made."""
+    """A file for each id; NAME.part until it is complete. Raises Misconfigured if the folder cannot be made."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -101,7 +101,7 @@ class StoredBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageAsked:
-    """Entries of a list after or before the one with an id. `names`: what the API calls these cursors."""
+    """A page of a list, after or before an id. `names`: the API's names of the cursors."""
 
     limit: int
     after: str | None = None

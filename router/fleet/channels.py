@@ -37,8 +37,8 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 class Channels:
-    """Opens the channels of a member of the cluster, with its certificate if it has one, and the token of the worker's
-    run. Raises Misconfigured for certificates that cannot be read."""
+    """Opens channels of a member of the cluster, with its certificate, if any, and the token of the worker's run.
+    Raises Misconfigured for unreadable certificates."""
 
     def __init__(self, peers: PeerTls) -> None:
         self._credentials = peers.channel_credentials()

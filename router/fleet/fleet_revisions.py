@@ -21,7 +21,7 @@ is equal, one's token ids are the other's. Raises BatonError."""
 
 
 class RevisedWorker(NamedTuple):
-    """A worker that is known to the fleet. `takes_work`: it may get requests; `retiring`: but none that begin."""
+    """A worker's state for revisions. `takes_work`: it may get requests; `retiring`: only of those that have begun."""
 
     info: WorkerInfo
     takes_work: bool
@@ -29,8 +29,8 @@ class RevisedWorker(NamedTuple):
 
 
 class FleetRevisions:
-    """Lives with the fleet, which calls `update` after each change. `current` is the revision of the latest request;
-    without workers, of requests that wait for some. `count`: how many revisions the workers have."""
+    """Lives with the fleet, which calls `update` after each change. `current`: the latest request's revision; without
+    workers that of waiting requests. `count`: how many revisions the workers have."""
 
     def __init__(self) -> None:
         self.current = ""

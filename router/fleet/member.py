@@ -50,9 +50,9 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """The status of a worker. `reason` explains why it is lost, drained, incompatible or still joining. Of its cached
-    blocks, `num_host_blocks` are in host memory, some of them on the device as well. `tokens_before` are the prompt and
-    output tokens that it had computed when this gateway met it."""
+    """The status of a worker. `reason` explains why it is lost, drained, incompatible or still joining.
+    `num_host_blocks`: cached blocks in host memory, perhaps also on the device. `tokens_before`: prompt and output
+    tokens computed before this gateway connected."""
 
     worker_id: str
     address: str
@@ -68,8 +68,8 @@ class WorkerStatus:
 
 @dataclass(slots=True)
 class RoutedWork:
-    """Work that was routed to a worker: tokens to prefill, blocks to reserve. `since_step` is the number of steps that
-    the worker had reported when it got the work."""
+    """Work routed to a worker: tokens to prefill, blocks to reserve. `since_step`: the worker's last reported step when
+    it got the work."""
 
     num_tokens: int
     num_blocks: int = 0

@@ -14,7 +14,7 @@ from protos.values import WorkerRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Successor:
-    """A process of a worker that is being started. `loaded` is the share of its weights that it has loaded (0 to 1)."""
+    """A worker's process that is starting. `loaded`: the loaded share of its weights, 0 to 1."""
 
     role: WorkerRole
     loaded: float = 0.0

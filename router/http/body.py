@@ -169,7 +169,7 @@ def ranged(name: str, kind: str, default: Any = None) -> Any:
 
 
 class FirstWrong(FailFast):
-    """One wrong item refuses a list: pydantic would note all of them, for seconds."""
+    """Stops at the first wrong item of a list: pydantic would report all of them, for seconds."""
 
     __hash__ = object.__hash__  # a union's member must be hashable, and pydantic's own is not
 
@@ -234,14 +234,14 @@ class OpenBody(Body):
 
 
 class OtherPart(OpenBody):
-    """A part of a kind that is not listed, which its reader skips or refuses."""
+    """A part of an unlisted kind, which its reader skips or refuses."""
 
     type: Any = None
     role: Any = None
 
 
 class ByKind:
-    """The members of a union of parts are told apart by the value of a field; an `OtherPart` takes all other values."""
+    """Chooses a member of a union by the value of a field; an `OtherPart` takes all other values."""
 
     def __init__(self, name: str = "type", default: str | None = None) -> None:
         """`default`: the value where the field is missing."""

@@ -54,8 +54,8 @@ class WriteState(ctypes.Structure):
 
 
 class CorkedTransport:
-    """A transport whose small writes within one turn of the event loop leave by one system call: uvicorn writes a
-    head and its body apart. `write_alone` passes by when nothing waits."""
+    """Joins small writes within one turn of the event loop to one system call: uvicorn writes a head and its body
+    apart. `write_alone` is used when nothing waits."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport

@@ -34,8 +34,8 @@ TEXT_PLACEHOLDER = "\0 text \0"
 
 
 class SseWriter:
-    """Events that differ only in a choice's text: the parts around it are encoded once. Its `sinks` write them to the
-    channel, and hold texts back while the gateway is late (`Pace`). `content` and `reasoning` make the event of a
+    """Writes events that differ only in a choice's text: the constant parts are encoded once. Its `sinks` write them to
+    the channel, and hold texts back while the gateway is late (`Pace`). `content` and `reasoning` make the event of a
     text."""
 
     def __init__(
@@ -192,9 +192,9 @@ class StallWatch:
 
 
 class EventStream:
-    """An answer as an ASGI application, whose status and headers leave with the first event. An error before that is an
-    ordinary response; after it, the API's error event and the end. A comment keeps a silent connection alive every
-    `keep_alive_s`. A client that takes nothing for `stall_s` is gone. However it ends, the track is finished."""
+    """An answer as an ASGI application. Status and headers leave with the first event: an earlier error is an ordinary
+    response, a later one the API's error event. A comment keeps a silent connection alive every `keep_alive_s`; a
+    client that reads nothing for `stall_s` is gone. The track is always finished."""
 
     def __init__(
         self,

@@ -29,8 +29,8 @@ Attribute = str | int | float | tuple[str, ...]
 
 
 class TraceSpan(Value, frozen=True, kw_only=True):
-    """Times are seconds by the event loop's clock. `parent_id` 0: none. `error`: its code, "" without. `links` are ids
-    of spans of the same trace."""
+    """Times are seconds by the event loop's clock. `parent_id` 0: none. `error`: a code or "". `links`: ids of spans of
+    the same trace."""
 
     span_id: int
     parent_id: int

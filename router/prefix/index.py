@@ -47,8 +47,8 @@ NO_MATCH = Match()
 
 
 class PrefixIndex(Protocol):
-    """The interface of prefix indexes. It is called on the router's event loop only, and never blocks it. Times are
-    seconds of that loop's clock."""
+    """The interface of prefix indexes, called on the router's event loop. No call blocks. Times are seconds of that
+    loop's clock."""
 
     def match(self, hashes: Sequence[BlockHash], *, now: float) -> Match: ...
 

@@ -104,8 +104,7 @@ class EventEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEntry:
-    """An entry of the stream of prompts: `gateway` sent this prompt to a worker, which is expected to cache it for
-    `for_s`."""
+    """An entry of the stream of prompts: `gateway` sent this prompt to a worker, which should cache it for `for_s`."""
 
     gateway: str
     worker_id: str

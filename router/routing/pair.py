@@ -53,8 +53,8 @@ MAX_SCORES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PrefillChoice:
-    """For each decode worker: the place of its prefill worker in `scores`, or -1 for itself; the `cost` of the prefill;
-    the cost `transfer` of its KV, NaN without a transfer."""
+    """For each decode worker: the index of its prefill worker in `scores`, or -1 for itself; the `cost` of the prefill;
+    the `transfer` cost of its KV, NaN without a transfer."""
 
     scores: PoolScores | None
     place: Places

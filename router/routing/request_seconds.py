@@ -16,9 +16,9 @@ from router.routing.decision import RequestView
 
 
 class LatencyEstimate(Value, frozen=True, kw_only=True):
-    """The times expected of a decision. The worker that computes the prompt has `num_cached_tokens` of it cached,
-    including `num_host_tokens` in host memory; loading those takes `load_s`. The time to the first token begins with
-    the decision; the second token waits `transfer_s` for its KV."""
+    """The expected times of a decision. The prefill worker has `num_cached_tokens` cached; `num_host_tokens` of them
+    are in host memory and load in `load_s`. The time to the first token begins with the decision; the second token
+    waits `transfer_s` for its KV."""
 
     ttft_s: float
     tpot_s: float

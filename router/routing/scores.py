@@ -14,8 +14,8 @@ from router.routing.decision import RequestView, Score
 
 
 class PoolScores:
-    """The total costs of some workers, and the terms of the totals. A term that does not apply to a worker is NaN for
-    it. A term has one name for all workers, or one name for each."""
+    """The total costs of some workers, and their terms. A term is NaN for a worker to which it does not apply. A term
+    has one name for all workers, or one for each."""
 
     __slots__ = ("terms", "totals", "workers")
 

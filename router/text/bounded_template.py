@@ -61,8 +61,8 @@ class _Spent(Exception):
 
 
 class BoundedTemplate:
-    """Callable from any thread. `is_counted`: it is rendered here, unless a conversation spends the counts. `is_quick`:
-    and none has spent them. `was_ended`: a process had to be ended."""
+    """Renders from any thread. `is_counted`: it is rendered here unless a conversation exceeds the counts; `is_quick`:
+    none has exceeded them; `was_ended`: a process had to be ended."""
 
     def __init__(self, source: str, local_time: Callable[[], datetime] = datetime.now) -> None:
         self._source = source
@@ -209,8 +209,8 @@ def _charged(function: Any, add: Callable[[Any], Any]) -> Any:
 
 
 class _Costs(NodeTransformer):
-    """Puts the counting filters into a template: round what a loop goes through, and for texts and lists that are put
-    together anywhere but in the output, which is counted as it is joined."""
+    """Inserts counting filters into a template: around loops' inputs, and around texts and lists that are joined
+    outside of the output, which is counted as it is joined."""
 
     def __init__(self, environment: _CountingEnvironment) -> None:
         self._filter = partial(_filter, environment=environment)

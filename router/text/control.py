@@ -34,8 +34,7 @@ Span = tuple[int, int]
 
 
 class Rendered(Value, frozen=True, kw_only=True):
-    """A conversation as the template writes it. The `spans` of its text are control, and nothing else is; None: every
-    control text in it is the template's."""
+    """A rendered conversation. Only the `spans` of its text are control; None: every control text is the template's."""
 
     text: str
     controls: ControlTexts
@@ -47,8 +46,8 @@ class Rendered(Value, frozen=True, kw_only=True):
 
 
 class ControlTexts:
-    """The texts that a tokenizer has a token of their own for, and that mean something to a model: `special` ones, and
-    tags, which are not special but which its chat template writes, as <tool_call>."""
+    """Texts that are tokens with a meaning for the model: `special` ones, and tags that the chat template writes, such
+    as <tool_call>."""
 
     def __init__(
         self, added: Mapping[str, bool], *, constants: Collection[str] = (), written: Collection[str] = ()
@@ -112,7 +111,7 @@ class _Rule:
 
 
 class Marks:
-    """The marks of one rendering of a request. With `veils` they hide suspect texts."""
+    """The marks of one rendering. With `veils` they hide suspect texts."""
 
     def __init__(self, controls: ControlTexts, *, veils: bool = False) -> None:
         self._controls = controls

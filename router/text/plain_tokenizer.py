@@ -26,12 +26,9 @@ def read_texts(
 
 
 class PlainTokenizer:
-    """Reads control texts as any other text, but those at given spans. It shares the model with `backend`, and so costs
-    next to no memory. Thread-safe.
+    """Tokenizes control texts as plain text, except at given spans. Shares the model with `backend`. Thread-safe.
 
-    Control tokens have names that cannot be guessed, with the same flags, so that a text round them is read as by
-    `backend`: what begins a text, or strips its white space, still does.
-    """
+    Control tokens have unguessable names with the same flags, so that the text around them is read as by `backend`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, controls: Collection[str]) -> None:
         own = tokenizers.Tokenizer(backend.model)

@@ -232,7 +232,7 @@ class MarkedTokens:
 
 
 class MarkedText:
-    """Marks that are no tokens of their own: text that may be the beginning of one is held back."""
+    """Finds marks that are no tokens: text that may begin one is held back."""
 
     def __init__(self, marks: ReasoningMarks, phase: Phase) -> None:
         self._marks = marks
@@ -283,8 +283,8 @@ class MarkedText:
 
 
 class ChannelReader:
-    """Messages of harmony: a header behind <|start|> or at the beginning, <|message|>, a text, and its end. Text of the
-    channel analysis is reasoning, calls have a recipient among the functions, and all else is the answer."""
+    """Reads harmony's messages: a header after <|start|> or at the beginning, <|message|>, a text, and its end. The
+    channel analysis is reasoning, messages to functions are calls, all else is the answer."""
 
     def __init__(self, ids: Mapping[str, int], *, in_message: bool, marks_calls: bool) -> None:
         self._names = {token_id: text for text, token_id in ids.items()}

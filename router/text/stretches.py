@@ -46,8 +46,8 @@ Reader = Callable[[Sequence[Part]], Sequence[Sequence[int]]]
 
 
 class Stretches:
-    """The memory of one reader, whose ids of a part depend on nothing else. Thread-safe. `num_read` and
-    `num_remembered` count tokens, `num_bytes` what the memory takes."""
+    """Remembers the ids of parts for one reader. Thread-safe. `num_read` and `num_remembered` count tokens, `num_bytes`
+    the memory."""
 
     def __init__(
         self,

@@ -62,8 +62,8 @@ class TextDelta:
 
 
 class Usage(Value, frozen=True, kw_only=True):
-    """`cached_tokens`: prompt tokens that no worker computed for this request, for any of its choices.
-    `reasoning_tokens` are among the `completion_tokens`, and so are accepted tokens of a prediction."""
+    """`cached_tokens`: prompt tokens that no worker computed for any choice. `completion_tokens` include
+    `reasoning_tokens` and accepted tokens of a prediction."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -214,10 +214,8 @@ async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 class ChoiceText:
-    """Writes one choice: its tokens to text, up to the first stop string. Reasoning and calls have none.
-
-    The beginning of a call ends the reasoning, whatever follows.
-    """
+    """Turns one choice's tokens to text, up to the first stop string outside of reasoning and calls. The beginning of a
+    call ends the reasoning."""
 
     def __init__(self, ask: TextRequest, index: int, vocabulary: Vocabulary, sink: TokenSink | None = None) -> None:
         self._ask = ask

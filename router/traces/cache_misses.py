@@ -23,8 +23,8 @@ _NONE: Mapping[BlockHash, float] = {}
 
 
 class EvictionLog:
-    """The last `capacity` blocks that workers removed from a tier, with the time of the event. Those of a
-    worker that has removed none for longest, such as one that has left, are forgotten first."""
+    """The last `capacity` blocks that workers removed from a tier, with times. Workers that have removed none for
+    longest are forgotten first."""
 
     def __init__(self, capacity: int = MAX_LOSSES) -> None:
         self._capacity = capacity
@@ -80,8 +80,7 @@ class MissKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MissReason:
-    """One reason, with the worker, its tier and the request it is about, and how long before the decision it
-    happened."""
+    """One reason, with its worker, tier and request, and the seconds from the event to the decision."""
 
     reason: MissKind
     explanation: str
@@ -94,8 +93,8 @@ class MissReason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheMissReport:
-    """The prompt of one job against the cache of the worker that computed it. Blocks are full ones; the first missing
-    one is number `num_found`. `findings` begins with the most important reason."""
+    """One job's prompt compared with the cache of its prefill worker, in full blocks; block `num_found` is the first
+    missing one. `findings` begins with the most important reason."""
 
     prefill_worker: str
     block_size: int

@@ -83,7 +83,7 @@ class DecisionRecord(Value, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class Timestamps:
-    """Moments of a request that its measures are made of; None until then."""
+    """Moments of a request, None until they happen."""
 
     first_s: float | None = None
     prefilled_s: float | None = None
@@ -184,8 +184,7 @@ class RequestTrace:
 
 
 class RequestTraces:
-    """The last `capacity` requests. A request is known by its client's name for it (`x-baton-request-id`), by the
-    name of its answer, and by that of each of its jobs."""
+    """The last `capacity` requests, found by the client's id (`x-baton-request-id`), the answer's id or a job's."""
 
     def __init__(self, capacity: int = 1024) -> None:
         self._capacity = capacity

@@ -12,7 +12,7 @@ from router.traces.request_trace import ShadowDecision
 
 @dataclass(slots=True)
 class ShadowTotals:
-    """Sums over decisions: of what was predicted for the shadow's choice, and for the one that was taken."""
+    """Sums over decisions of the predictions for the shadow's choice and for the actual one."""
 
     num_decisions: int = 0
     num_agreed: int = 0
@@ -24,8 +24,8 @@ class ShadowTotals:
 
 
 class ShadowPolicy:
-    """One policy beside the one that acts. Its predictions are those of the same model, for the same moment; what its
-    choices would have done to caches and queues later is not in them."""
+    """A policy that scores without acting. Its predictions are for the same moment by the same model, without later
+    effects of its choices on caches and queues."""
 
     def __init__(self, name: str, policy: Policy) -> None:
         self.name = name

@@ -55,7 +55,7 @@ class AdaptedModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFiles:
-    """A checked adapter. `adapter_id` is the digest of its files: the same name with other weights has another one."""
+    """A checked adapter. `adapter_id` is the digest of its files, so other weights have another id."""
 
     folder: Path
     adapter_id: str

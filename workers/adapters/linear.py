@@ -25,7 +25,7 @@ log = logging.getLogger("baton.worker")
 
 
 class AdaptableLinear(Protocol):
-    """A linear layer, or the share of it that this rank has. `adapters` stays None until the first one is loaded."""
+    """This rank's share of a linear layer. `adapters` stays None until the first one is loaded."""
 
     adapters: LinearAdapters | None
 
@@ -45,7 +45,7 @@ class AdaptableDecoder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedAdapter:
-    """`rank` is the largest of its matrices', `num_bytes` are theirs on this rank of the worker."""
+    """`rank`: its matrices' largest; `num_bytes`: their memory on this rank of the worker."""
 
     adapter_id: str
     rank: int
@@ -53,7 +53,7 @@ class LoadedAdapter:
 
 
 class AdapterTable:
-    """The adapters of one rank. Every rank loads and unloads the same ones, in the order of its steps."""
+    """The adapters of one rank. Every rank loads and unloads the same ones, in the same order."""
 
     def __init__(self, decoder: AdaptableDecoder, *, max_adapters: int) -> None:
         self._decoder = decoder

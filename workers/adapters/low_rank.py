@@ -39,7 +39,7 @@ class StepAdapters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankPart:
-    """B of one projection, the scale in it, for the `outputs` of the layer; `ranks` are its rows of the layer's A."""
+    """B of one projection, times the scale, for the layer's `outputs`; `ranks`: its rows of the layer's A."""
 
     ranks: slice
     outputs: slice
@@ -47,7 +47,7 @@ class LowRankPart:
 
 
 class LowRankUpdate:
-    """One adapter's part of one linear layer on this rank; the A of its projections are one matrix."""
+    """One adapter's part of a linear layer on this rank, with one A for all projections."""
 
     def __init__(self, down_RI: FloatMatrix, parts: Sequence[LowRankPart]) -> None:
         self._down_RI = down_RI
@@ -61,7 +61,7 @@ class LowRankUpdate:
 
 
 class LinearAdapters:
-    """The adapters of one linear layer, by id; those that leave the layer alone are not in `updates`."""
+    """The adapters of one linear layer, by id; `updates` has only those that change the layer."""
 
     def __init__(self, step: StepAdapters) -> None:
         self._step = step

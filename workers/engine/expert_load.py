@@ -13,8 +13,8 @@ _PLACED_CALLS = 16 * _CALLS  # a placement of 256 experts takes tens of millisec
 
 
 class ExpertLoad:
-    """Over `counts`, one [experts] int64 for each sparse layer, of tokens since the start. Looks at them at the first
-    call and at one in 256: it is called after every step. `num_ranks` share the experts in turns; 1: each has all."""
+    """Computes imbalances from `counts`: tokens since the start, [experts] int64 for each sparse layer. It reads them
+    at the first call and at one in 256. `num_ranks` divide the experts; 1: each has all."""
 
     def __init__(self, counts: Sequence[torch.Tensor], num_ranks: int = 1) -> None:
         self._counts = tuple(counts)

@@ -68,8 +68,8 @@ _LIMITS = LLParserLimits(verbose_errors=False)  # an error would quote the state
 
 @dataclass(slots=True, eq=False)
 class _Compiled:
-    """A grammar's matcher at its beginning, to be copied. Without users no copies are made any more. Copies share a
-    lock: once a mask is `endless`, others would wait for it, and end as well."""
+    """A grammar's first matcher, to be copied while it has users. Copies share a lock: once a mask is `endless`, others
+    would wait for it, and end as well."""
 
     matcher: Future[LLMatcher]
     num_users: int = 0

@@ -57,9 +57,9 @@ def page_hash(block_hash: BlockHash, group: int) -> bytes:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPrefix:
     """The longest cached prefix of a chain: `num_blocks` blocks, with the pages of each group that later tokens read.
-    Before those, `num_passed` entries of a group's table are `PASSED`. Of group 0, if it has no window, the first
-    `num_leading` blocks are cached: more than the prefix where another group lacks pages. `on_host`: group and index of
-    each entry that is `ON_HOST`; without those pages the prefix has `num_here` blocks."""
+    Before those, `num_passed` entries of a group's table are `PASSED`. If group 0 has no window, its first
+    `num_leading` blocks are cached, perhaps more than the prefix. `on_host`: group and index of each entry that is
+    `ON_HOST`; without those pages the prefix has `num_here` blocks."""
 
     num_blocks: int
     num_leading: int

@@ -61,9 +61,8 @@ class HostCopies(Protocol):
 
 
 class HostPool:
-    """Which blocks are kept in which of `num_slots` slots. `record` is called with every change, in order;
-    `block_bytes` are those of a block over all ranks, of which a slot has one group of `num_groups`. Not thread-safe:
-    it belongs to a `BlockPool`."""
+    """Decides which blocks are kept in `num_slots` slots. `record` gets every change, in order; a slot has one of a
+    block's `num_groups` groups, of `block_bytes` over all ranks. Not thread-safe: it belongs to a `BlockPool`."""
 
     def __init__(
         self,

@@ -199,7 +199,7 @@ class _TensorCopies:
 
 
 class _Mark:
-    """A place in a stream that another may wait for. Until it is set there is nothing to wait for."""
+    """A place in a stream for which another stream may wait. An unset mark is not waited for."""
 
     def __init__(self) -> None:
         self._event: Any = None

@@ -193,7 +193,7 @@ class Decoder:
 
 
 class DecoderLayer:
-    """One layer, its norms where `NormPlaces` has them; each addition is left to what follows it."""
+    """One layer, with norms by `NormPlaces`. The next norm adds each half's output to the stream."""
 
     def __init__(
         self, context: LayerContext, config: ModelConfig, layer: int, growth: StepGrowth | None = None

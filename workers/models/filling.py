@@ -36,8 +36,8 @@ def ignore_progress(done_bytes: int, total_bytes: int) -> None: ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPart:
-    """Tensors that `pack` lays out, once all of them are read. `slots` is called anew for each pass over them: a list
-    would keep what `pack` frees."""
+    """Tensors that `pack` lays out once all are read. `slots` is called for each pass: a list would keep memory that
+    `pack` frees."""
 
     slots: Callable[[], Iterator[Slot]]
     pack: Callable[[], None] = lambda: None  # the part stays as it was read

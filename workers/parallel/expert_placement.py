@@ -26,7 +26,7 @@ class ExpertImbalance(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlacement:
-    """`ranks` has for each rank the experts of its slots, an expert once for each of its replicas there."""
+    """`ranks`: the experts in each rank's slots; an expert is listed once for each replica."""
 
     ranks: tuple[tuple[int, ...], ...]
     num_replicas: tuple[int, ...]  # of each expert

@@ -77,7 +77,7 @@ class _Followers:
 
 
 class _Everywhere:
-    """A part of rank 0. Each of its operations is sent to the followers before it runs here."""
+    """A part of rank 0. Each operation is sent to the followers before it runs here."""
 
     def __init__(self, part: object, followers: RankOperations, messages: Messages) -> None:
         self._part = part

@@ -21,8 +21,8 @@ MakeRole = Callable[[], Role]
 
 
 class RoleChange:
-    """Lives on one event loop. `roles` are those that the worker can have, `idle` returns when nothing runs, and
-    `changed` is called with each new role."""
+    """Changes the role on one event loop. `roles`: the possible ones; `idle` returns when nothing runs; `changed` gets
+    each new role."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ _cuda: Any = torch.cuda
 
 
 class Recorder(Protocol):
-    """Records the launches of `run`, without using their results. Returns a function that launches them again."""
+    """Records the launches of `run`, without using their results, and returns a function that repeats them."""
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]: ...
 

@@ -40,8 +40,8 @@ _NUCLEUS = 1024
 
 
 class Drawn:
-    """One token per row, on their way to the host; `ids_R` are those on the device, for the next step. A row whose
-    logits are `broken_R` ends with an error."""
+    """A token for each row, on the way to the host; `ids_R`: the same on the device, for the next step. A row with
+    `broken_R` logits ends with an error."""
 
     def __init__(
         self, ids_R: torch.Tensor, broken_R: torch.Tensor, logprobs: Mapping[int, int], scores: TokenScores | None

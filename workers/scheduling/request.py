@@ -167,9 +167,9 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Onload:
-    """Pages that are loaded from the host to the device (`workers.scheduling.onloads`): `pages` has the group of each,
-    and its index in the chain of `hashes`. They spare `num_tokens` tokens. `held` are blocks of a request that has
-    ended meanwhile, or of an onload without a request."""
+    """Pages to load from the host (`workers.scheduling.onloads`): `pages` has the group of each, and its index in the
+    chain of `hashes`. They save `num_tokens` tokens. `held`: blocks of a request that has ended, or of an onload
+    without one."""
 
     load_id: int
     request: Request | None

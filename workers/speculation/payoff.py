@@ -28,7 +28,7 @@ MOST_PAUSE_STEPS = 32768
 
 @dataclass(slots=True)
 class Payoff:
-    """The books of one proposer. `num_paused` steps are left of its pause; 0: it drafts."""
+    """The gains and costs of one proposer. `num_paused` steps remain of its pause; 0: it drafts."""
 
     spared_s: float = 0.0
     spent_s: float = 0.0

@@ -118,8 +118,7 @@ class HiddenStates(Protocol[Tensor_co]):
 
 class ProposerNeeds(Value, frozen=True, kw_only=True):
     """Inputs that a proposer needs besides tokens. Without `every_step`, `computed` is never called. With `every_row`
-    it also gets rows of sequences that do not speculate or have ended: what it keeps of them serves others, with
-    their blocks."""
+    it also gets rows of other and ended sequences, because their blocks may serve others."""
 
     every_step: bool = False
     every_row: bool = False
@@ -188,7 +187,7 @@ class TimedProposer(Protocol):
 
 
 class BaseProposer(Generic[State]):
-    """A `Proposer` that keeps what `remember` makes of each sequence, and reads no steps."""
+    """A `Proposer` that keeps the state made by `remember` for each sequence, and reads no steps."""
 
     needs = ProposerNeeds()
 

@@ -74,8 +74,8 @@ class SourceCounts:
 
 
 class SequenceCounts(Value, frozen=True, kw_only=True):
-    """Verified drafts of a sequence, and how many of them were accepted; those from the client's prediction that were
-    accepted, and rejected."""
+    """A sequence's verified and accepted drafts, and those of the client's prediction that were accepted and
+    rejected."""
 
     num_drafted: int = 0
     num_accepted: int = 0

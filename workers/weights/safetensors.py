@@ -29,7 +29,7 @@ _BARE = "embed_tokens.weight"
 
 
 class SafetensorsSource:
-    """Tensors of open files, each read only when it is asked for."""
+    """Tensors of open files, each read on request."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self._tensors = tensors

@@ -28,7 +28,7 @@ _SUFFIXES = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "sca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slab:
-    """Where an expert's tensor lies in `stacked`: of its rows every `step`-th from `first` to `stop`."""
+    """An expert's rows of `stacked`: every `step`-th from `first` to `stop`."""
 
     stacked: str
     expert: int
@@ -44,7 +44,7 @@ def unstacked(source: WeightSource) -> WeightSource:
 
 
 class UnstackedSource:
-    """The tensors of `source`, each stack as those of its experts."""
+    """The tensors of `source`, with each stack divided into experts."""
 
     def __init__(self, source: WeightSource) -> None:
         self._source = source

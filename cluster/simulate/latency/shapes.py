@@ -74,8 +74,8 @@ GPUS = {name: Gpu(like=name, **gpu_figures(described)) for name, described in _d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A token visits `num_active` of a layer's `num` routed experts, and all `num_shared`, which count in widths of a
-    routed one."""
+    """Experts of a layer: a token visits `num_active` of `num` routed ones and all `num_shared`, in widths of a routed
+    one."""
 
     num: int
     num_active: int

@@ -51,8 +51,8 @@ class _Summed:
 
 
 class SimulatedDrafts:
-    """A position of an answer is right or wrong for all time, given its place in the draft, so that a run does not
-    depend on the order of its events."""
+    """Whether a position of an answer is right is fixed by its place in the draft, so that a run does not depend on the
+    order of its events."""
 
     needs = ProposerNeeds()
 
@@ -105,7 +105,7 @@ class SimulatedDrafts:
 
 
 class TimedDrafts:
-    """Drafts of a model with KV of its own: the first draft computes what it lacks, each further one takes a step."""
+    """Drafts of a model with its own KV: the first draft computes missing tokens, each further one takes a step."""
 
     needs = ProposerNeeds()
 

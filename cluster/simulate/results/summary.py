@@ -40,7 +40,7 @@ class PoolSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCosts:
-    """USD per million tokens of complete answers, which pay for failed ones. The GPUs' cost, idle time included, is
+    """USD per million tokens of complete answers, which also pay for failed ones. The GPUs' cost with idle time is
     divided by the device time of computed prompt tokens, cached ones (attention reads them) and answer tokens."""
 
     gpu_hours: float

@@ -125,7 +125,7 @@ class Pipe:
 
 
 class Port:
-    """The address of one process. While frozen it neither receives nor sends."""
+    """The address of a process. A frozen one neither receives nor sends."""
 
     def __init__(self, address: str, servicer: Any) -> None:
         self.address = address

@@ -23,7 +23,7 @@ _OWN, _SYSTEM, _DOCUMENT, _ANSWERED = 10, 11, 12, 13  # kinds of spans; the benc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionTurn:
-    """`pause_s` passes before this turn, `read_s` after each message that its client reads."""
+    """`pause_s` passes before this turn, `read_s` after each message to its client."""
 
     spans: tuple[PrefixSpan, ...]
     num_output: int

@@ -40,8 +40,8 @@ Parcels = TypeVar("Parcels", Outbox, Inbox)
 
 
 class CollectiveTransport:
-    """Makes one rank's ends. `rank` counts over the worker's own tensor-parallel ranks, whose group has been made;
-    `device` holds its payloads; `host` is where its links listen, "" for the host of the address of an end."""
+    """One rank's ends of lanes. `rank` counts over the worker's tensor-parallel ranks, whose group exists already;
+    `device` holds payloads; links listen at `host`, "" for the host of an end's address."""
 
     def __init__(self, *, rank: int = 0, device: str = "cpu", host: str = "", config: LaneConfig | None = None) -> None:
         self.rank = rank

@@ -65,10 +65,8 @@ Over = Callable[[], bool]
 
 
 class Lane:
-    """Its threads, its clock of progress, and how it ends. Works move bytes until one of them raises.
-
-    `wait_s` is how long the peer may take to come. The owner guards `closing_idle`.
-    """
+    """The threads of a lane, its progress and its end. Works move bytes until one of them raises. `wait_s`: how long to
+    wait for the peer. The owner guards `closing_idle`."""
 
     def __init__(
         self, peer: str, meeting: Rendezvous, counters: LaneCounters, config: LaneConfig, *, wait_s: float

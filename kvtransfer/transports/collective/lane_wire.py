@@ -67,8 +67,8 @@ class PayloadCorrupted(WireBroken):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Announces a piece of a chunk's payload; a void one, that the piece will not come. Without a chunk it is a
-    heartbeat, or a goodbye: nothing comes after that. The checksum is that of the piece, 0 for none."""
+    """Announces a piece of a chunk's payload, or (void) that it will not come. Without a chunk it is a heartbeat, or a
+    goodbye, the last message. `checksum`: the piece's, 0 for none."""
 
     chunk: Chunk | None = None
     dtype: torch.dtype = torch.uint8
@@ -131,7 +131,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """For one rank of the lane: a header, and the piece it announces, if it does."""
+    """A header for one rank of the lane, with its piece, if any."""
 
     rank: int
     header: Header
@@ -139,11 +139,10 @@ class Message:
 
 
 class LaneWire:
-    """Headers and pieces, to or from the ranks that this one exchanges KV with, by their rank in the lane. Raises
-    WireBroken; all waits end after `stall_s`.
+    """Moves headers and pieces to or from the peers, by their rank in the lane. Raises WireBroken; all waits end after
+    `stall_s`.
 
-    One thread sends; each peer is received from by a thread of its own; `abort` may be called from any.
-    """
+    One thread sends; each peer is received from by a thread of its own; `abort` may be called from any."""
 
     def __init__(self, links: Links, store: RendezvousStore, at: LaneRank) -> None:
         self.transport = links.transport

@@ -27,7 +27,7 @@ _LOOK_S = 0.1
 
 @dataclass(slots=True, eq=False)
 class IncomingPayload:
-    """A chunk that has come, or is coming. `payload` is None as long as nothing of it has; a void one never will."""
+    """A chunk that arrives. `payload` is None until its first piece, and always for a void one."""
 
     chunk: Chunk
     lane: Lane
@@ -44,8 +44,8 @@ class IncomingPayload:
 
 
 class Inbox:
-    """One lane's streams. `changed` guards it. With every parcel that is complete, and the time it took, `arrived` is
-    called under it, and then `wake`."""
+    """One lane's streams, guarded by `changed`. For every complete parcel `arrived` is called under it, with the time
+    it took, and then `wake`."""
 
     def __init__(
         self,

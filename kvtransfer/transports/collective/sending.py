@@ -26,7 +26,7 @@ from kvtransfer.transports.links.staging_memory import Staging
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedPayload:
-    """`payload` is None for one that was cancelled. `ready` is the CUDA event after which it is complete."""
+    """`payload` is None after a cancellation. `ready`: the CUDA event after which it is complete."""
 
     chunk: Chunk
     payload: torch.Tensor | None
@@ -38,7 +38,7 @@ class QueuedPayload:
 
 
 class Outbox:
-    """One lane's queue, and the work of its thread. `changed` guards it and is notified of new payloads."""
+    """One lane's queue and its thread's work. `changed` guards it and is notified of new payloads."""
 
     def __init__(
         self, lane: Lane, slices: Sequence[Slice], *, source_tp: int, changed: threading.Condition, staging: Staging,

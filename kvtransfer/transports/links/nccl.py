@@ -72,10 +72,10 @@ def require_here(store: RendezvousStore, epoch: int) -> None:
 
 
 class NcclGroup:
-    """Has the interface of a process group. A waiting thread calls `look` now and then, which raises to end the wait.
+    """A group with the interface of a process group. A waiting thread calls `look` now and then, which raises to end
+    the wait.
 
-    `abort` may be called from any thread, and makes all that waits fail; `close` from one that does not wait here.
-    """
+    `abort` may be called from any thread, and makes all that waits fail; `close` from one that does not wait here."""
 
     def __init__(self, group: Any, look: Callable[[], None]) -> None:
         self._group = group

@@ -50,7 +50,7 @@ class LinkBroken(RuntimeError):
 
 
 class Ring:
-    """The slots of one pair of ranks, as one flat tensor of bytes. `shared` is what the peer maps it by."""
+    """The slots of one pair of ranks, as one flat tensor of bytes. `shared`: the handle with which the peer maps it."""
 
     def __init__(self, memory_B: torch.Tensor, slot_bytes: int, shared: tuple[list[int], bytes]) -> None:
         self.memory_B = memory_B
@@ -238,11 +238,10 @@ def _hear_into(link: ShmLink, header_B: torch.Tensor, timeout_s: float) -> None:
 
 
 class ShmListener:
-    """Where source ranks prove to a destination rank that they share its memory; it closes behind the last of them.
+    """Lets source ranks prove to a destination rank that they share its memory, then closes.
 
-    It listens in this machine's memory: only processes of this host and network namespace can connect.
-    The destination writes a random number into the ring, and the source must turn every bit of it there.
-    """
+    It listens in this machine's memory: only processes of this host and network namespace can connect. The destination
+    writes a random number into the ring, and the source must turn every bit of it there."""
 
     def __init__(self, device: str, slot_bytes: int) -> None:
         self._device = device

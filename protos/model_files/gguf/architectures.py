@@ -36,8 +36,8 @@ class GGUFFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """`fields` makes what is not the same for every architecture. Keys that `reads` lists may change what the layers
-    compute: others refuse them."""
+    """An architecture. `fields` makes fields that differ between architectures. Keys in `reads` may change what the
+    layers compute: other architectures refuse them."""
 
     served_as: str
     models: str

@@ -80,7 +80,7 @@ def _thinking(gateway: Gateway, body: PromptBody, ignored: Ignored) -> tuple[boo
 
 
 class _MessageRenderer(TurnRenderer):
-    """Writes one message of the model. `max_tokens` are those that the client asked for."""
+    """Writes one message. `max_tokens`: the client's limit."""
 
     def __init__(self, gateway: Gateway, ask: TextRequest, tooling: Tooling, *, max_tokens: int) -> None:
         super().__init__(gateway, ask, tooling)

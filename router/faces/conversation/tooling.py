@@ -74,8 +74,8 @@ class AnswerSchema(Value, frozen=True, kw_only=True):
 
 
 class ToolUse(Value, frozen=True, kw_only=True):
-    """A request's tools, at least one. `shown` is for chat templates, `allowed` names those that may be called (None:
-    all). `is_named`: one call of the only allowed function."""
+    """A request's tools, at least one. `shown` is for chat templates; `allowed` names those that may be called (None:
+    all). `is_named`: the answer is one call of the only allowed function."""
 
     shown: Sequence[dict[str, Any]]
     functions: Sequence[Function]
@@ -189,7 +189,7 @@ AnswerPart = Part | ReasoningDelta
 
 
 class AnswerReader:
-    """Reasoning, text and calls of one choice's answer, in the order in which they come."""
+    """Divides one choice's answer into reasoning, text and calls, in order."""
 
     def __init__(self, tooling: Tooling) -> None:
         self._has_tools = tooling.form is not None

@@ -83,9 +83,8 @@ class GrpcFace:
 
 
 class _InTime(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic when it runs
-    """Ends calls whose request does not arrive in time, and streams whose client reads nothing for `stall_s`. A method
-    of one request is served as a stream of requests, which is the same on the wire: gRPC itself would wait for the
-    request without a limit."""
+    """Ends calls whose request does not arrive in time, and streams whose client reads nothing for `stall_s`. Unary
+    methods are served as streams, which is the same on the wire: gRPC would wait for the request without a limit."""
 
     def __init__(self, timeout_s: float, stall_s: float) -> None:
         self._timeout_s = timeout_s
@@ -300,7 +299,7 @@ def _authorization(context: Context) -> str | None:
 
 
 class _Health:
-    """grpc.health.v1: asks the fleet when asked, so that it can never say something else than /ready."""
+    """grpc.health.v1, which checks the fleet at each call, so that it always agrees with /ready."""
 
     def __init__(self, gateway: Gateway, period_s: float) -> None:
         self._gateway = gateway

@@ -48,7 +48,7 @@ async def completions(gateway: Gateway, request: Request, body: CompletionBody) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionPrompt:
-    """`text`: the client's own words, which an echo repeats; None where it sent token ids."""
+    """`text`: the client's own text, for an echo; None if it sent token ids."""
 
     ids: tuple[int, ...]
     text: str | None = None

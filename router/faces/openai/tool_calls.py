@@ -61,8 +61,8 @@ def calls_of(tooling: Tooling) -> Calls | None:
 
 
 class Calls:
-    """Reads text and calls of each choice's answer, by `deltas`. Where the function `is_named` by the
-    request an answer has "stop" for its reason, as OpenAI has it, and "tool_calls" otherwise."""
+    """Reads text and calls of each choice's answer, by `deltas`. With `is_named` the finish reason is "stop", as with
+    OpenAI, else "tool_calls"."""
 
     def __init__(self, tooling: Tooling) -> None:
         assert tooling.form is not None

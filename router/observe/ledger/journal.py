@@ -35,7 +35,8 @@ _decode = msgspec.msgpack.Decoder(LedgerRow).decode
 
 
 class RowJournal:
-    """Two files beside others' in a folder. `write` and `turn` exclude each other: the caller has a lock."""
+    """A journal in two files, beside those of other processes. The caller's lock excludes `write` and `turn` from each
+    other."""
 
     def __init__(self, folder: Path) -> None:
         """Reserves the files' space: a full disk would end a process that writes into mapped pages. Raises OSError."""

@@ -48,8 +48,8 @@ class FleetMinute(Value, frozen=True, kw_only=True):
 
 
 class WorkerCount(Value, frozen=True, kw_only=True):
-    """Tokens that a worker has computed from its start until a minute (since 1970). `before`: what it had when a
-    gateway met it."""
+    """Tokens that a worker has computed from its start until a minute (since 1970). `before`: its count when a gateway
+    met it."""
 
     worker: str
     incarnation: int

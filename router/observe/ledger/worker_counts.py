@@ -15,7 +15,7 @@ Start = tuple[str, int]
 
 
 class WorkerCounts:
-    """The latest counts of each worker, and of these what is written."""
+    """The latest counts of each worker, and the written ones."""
 
     def __init__(self) -> None:
         self._latest: dict[Start, WorkerCount] = {}

@@ -15,8 +15,8 @@ _NUMBERED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?://|#)[^\n]*|(?P<
 
 
 class _Bytes:
-    """A tokenizer for the library: each byte is a token. It knows no special token, so that a grammar that names one is
-    refused: the library's own tokenizer of bytes knows names that models use."""
+    """A tokenizer for the library in which each byte is a token, without special tokens, so that a grammar that names
+    one is refused. The library's own tokenizer of bytes has names that models use."""
 
     eos_token_id = 256
     bos_token_id = None

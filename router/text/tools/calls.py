@@ -117,9 +117,8 @@ class CallReader(Protocol):
 
 
 class TextAndCalls:
-    """Text, and calls behind the marks that `begin` them, which may stand behind an `outer` mark: the base of readers.
-    Marks that stand `behind` calls are dropped, as is white space before a call and after the last one. What begins as
-    a call and is none stays text."""
+    """The base of readers of text and calls. `begin` marks precede calls, perhaps after an `outer` mark; marks `behind`
+    calls, and white space around calls, are dropped. Text that begins like a call but is none stays text."""
 
     def __init__(self, begin: Sequence[str], behind: Sequence[str] = (), outer: Sequence[str] = ()) -> None:
         self._begin = tuple(begin)

@@ -60,9 +60,9 @@ class ToolFormat(StrEnum):
 
 
 class Written(Value, frozen=True, kw_only=True):
-    """The text around calls: `first` and `last` around all, `before` a name, `middle` between it and the arguments,
-    `behind` them, and `between` two calls. `lead` begins a call, in an answer that may have text before it; without one
-    an answer is either calls, or a text that begins as the pattern `text`."""
+    """Texts around calls: `first` and `last` around all, `before` a name, `middle` before the arguments, `behind` them,
+    and `between` calls. With `lead`, which begins a call, an answer may have text before it; without it the answer is
+    calls, or a text that begins with the pattern `text`."""
 
     lead: str = ""
     first: str = ""

@@ -18,8 +18,8 @@ _ARGUMENTS = ("arguments", "parameters", "args", "input")
 
 
 class ObjectMarks(Value, frozen=True, kw_only=True):
-    """One of `begin` stands before a call or a list of calls, and one of `end` may stand behind it. `bare`: the
-    beginning of an answer that is calls without a mark; "": there are none."""
+    """`begin` marks precede a call or a list of calls, `end` marks may follow it. `bare`: how an answer begins that is
+    calls without a mark; "": never."""
 
     begin: Sequence[str]
     end: Sequence[str] = ()
@@ -106,7 +106,7 @@ class ObjectCalls(TextAndCalls):
 
 
 class _Call:
-    """One call's object. With `names` it must name one of these; one of the `ends` ends it."""
+    """Reads the object of a call. With `names` its function must be one of them; any of `ends` ends it."""
 
     def __init__(self, index: int = 0, names: Collection[str] | None = None, ends: Sequence[str] = ()) -> None:
         self._index = index

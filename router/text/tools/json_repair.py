@@ -217,8 +217,8 @@ class JsonRepair:
 
 
 class CallArguments:
-    """The arguments of a call: an object is sent as it comes, any other value at the end. An object in a string is the
-    object, and null is an empty one."""
+    """Reads a call's arguments: an object is sent as it arrives, any other value at the end. A string with an object is
+    that object, null an empty one."""
 
     def __init__(self, ends: Sequence[str] = ()) -> None:
         self._repair = JsonRepair(ends)

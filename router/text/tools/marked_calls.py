@@ -15,9 +15,9 @@ _NUMBER = re.compile(r":\d+$")  # Kimi's, behind a function's name
 
 
 class CallMarks(Value, frozen=True, kw_only=True):
-    """`begin` stands before a name and `separator` behind it; one of `ends` stands behind the arguments; none: they end
-    with their object. `outer` and `outer_end` stand around all calls. `prefix` of a name, and what follows `suffix` in
-    it, are left out."""
+    """`begin` precedes a name and `separator` follows it; one of `ends` follows the arguments, which otherwise end with
+    their object. `outer` and `outer_end` enclose all calls. Of a name, `prefix` and everything from `suffix` on are
+    dropped."""
 
     begin: str
     separator: str
@@ -94,7 +94,7 @@ class MarkedCalls(TextAndCalls):
 
 
 class NamedCalls(MarkedCalls):
-    """Calls that begin with the name of a function on a line of its own, and an object."""
+    """Calls that begin with a function's name on its own line, followed by an object."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(CallMarks(begin="", separator=""))

@@ -27,9 +27,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class ParameterTags(Value, frozen=True, kw_only=True):
-    """`begin` and `end` stand around a call, and `name_ends` behind its name. `key` and `key_end` stand around a
-    parameter's name, `value` and `close` around its value. `outer` and `outer_end` stand around calls. With `is_lined`
-    a value has a line's end before it and behind it."""
+    """`begin` and `end` enclose a call; `name_ends` follows its name. `key` and `key_end` enclose a parameter's name,
+    `value` and `close` its value, `outer` and `outer_end` all calls. With `is_lined` a value is on lines of its own."""
 
     begin: str
     end: str

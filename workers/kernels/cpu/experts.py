@@ -31,7 +31,7 @@ class RouterScores(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertProducts:
-    """Gate and up, and down, of one expert. Of a gate that `gate_up` does not apply the layer has the function."""
+    """The products of one expert: gate and up, and down. The layer applies a gate that `gate_up` does not."""
 
     gate_up: PackedProduct
     down: PackedProduct

@@ -31,8 +31,8 @@ NormTensors = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer's weights: norms of each half before and after it, and of queries and keys, where the model has them.
-    `window` counts the token itself."""
+    """One layer's weights, with the norms before and after each half, and of queries and keys, if any. `window`
+    includes the token itself."""
 
     attention_norm: NormTensors | None
     qkv: PackedProduct  # of latent attention what queries are made of, and latents
@@ -67,7 +67,7 @@ class LayerForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTables:
-    """Where a step's tokens stand: as `NativeAttention` keeps it for its kernels, all contiguous but the tables."""
+    """The positions of a step's tokens, as `NativeAttention` keeps them; all arrays but the tables are contiguous."""
 
     slots_T: torch.Tensor
     query_starts: torch.Tensor

@@ -23,7 +23,7 @@ _P, _N = ctypes.c_void_p, ctypes.c_int64
 
 
 class ProductPart(ctypes.Structure):
-    """`Part` in products.h. Holds only addresses: the weight that made it keeps what lies there."""
+    """`Part` in products.h. It holds addresses of memory that the weight keeps alive."""
 
     _fields_ = (
         *((name, _P) for name in ("multiply", "packed", "bias")),
@@ -70,7 +70,7 @@ class PackedMatrix(PackedWeight, Protocol):
 
 @runtime_checkable
 class PackedRows(Protocol):
-    """A packed weight whose rows can be read: an embedding that a head is tied to needs no copy of its own."""
+    """A packed weight whose rows can be read, so that an embedding with a tied head needs no copy."""
 
     def rows(self, rows_T: torch.Tensor) -> torch.Tensor:
         """[T, I], in the model's type."""
@@ -204,7 +204,7 @@ class PackedFloats(PanelProduct):
 
 
 class SideBySideWeights:
-    """Weights of one input, their outputs beside one another. Not gated."""
+    """Weights with the same input, with their outputs side by side. Not gated."""
 
     def __init__(self, weights: Sequence[PackedWeight]) -> None:
         self._weights = tuple(weights)

@@ -57,7 +57,7 @@ def _sum_of_slots(made_ptr, chosen_ptr, weights_ptr, present_ptr, out_ptr, slots
 
 
 class GroupedExperts:
-    """The experts of a layer that this rank has: [2 F, E] of gate and up, [E, F] of down, and their biases by ids."""
+    """This rank's experts of a layer: [2 F, E] of gate and up, [E, F] of down, and their biases by ids."""
 
     def __init__(
         self,

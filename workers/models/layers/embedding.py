@@ -81,8 +81,7 @@ class Embedding:
 
 
 class Head:
-    """Logits by the checkpoint's `lm_head`, or, tied, by the weight of an embedding, which reads its rows there once it
-    is packed."""
+    """Logits by the checkpoint's `lm_head`, or, tied, by an embedding's weight, from which rows are then read."""
 
     def __init__(
         self,

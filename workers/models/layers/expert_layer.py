@@ -218,7 +218,7 @@ class _Router:
 
 
 class ExpertShare:
-    """down(silu(gate(x)) * up(x)) of one rank's share of the columns: a partial sum, where there are several ranks."""
+    """One rank's columns of down(silu(gate(x)) * up(x)): a partial sum if there are several ranks."""
 
     def __init__(
         self,

@@ -92,8 +92,8 @@ class ColumnParallel:
 
 
 class RowParallel:
-    """y = x W^T + b where each rank holds its share of the inputs; the ranks' partial sums are added up, the first of
-    which has the bias."""
+    """y = x W^T + b, where each rank has a share of the inputs. Partial sums are added up; the first rank adds the
+    bias."""
 
     def __init__(self, context: LayerContext, name: str, num_inputs: int, num_outputs: int, *, bias: bool) -> None:
         self._name = name

@@ -31,7 +31,7 @@ def gate(activation: Activation, kernels: Kernels, gate_up_TF2: torch.Tensor) ->
 
 
 class MLP:
-    """A gate of SiLU is part of the product, where the weight's encoding has such a one."""
+    """An MLP. SiLU's gate is part of the product if the weight's encoding allows it."""
 
     def __init__(self, context: LayerContext, prefix: str, config: ModelConfig) -> None:
         total, names, size = config.intermediate_size, config.spec.tensors, context.parallel.size

@@ -39,8 +39,8 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:
-    """A model on the meta device, and what its pass has shown. `linears` are used as layers only, so that another layer
-    may take their place."""
+    """A model on the meta device, with the results of its pass. `linears` are used only as layers, so they can be
+    replaced."""
 
     config: TransformersConfig
     model: Any

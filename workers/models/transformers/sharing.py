@@ -38,7 +38,7 @@ _OPTIONAL = COLUMNS_GATHERED + ROWS_OF_WHOLE  # a layer that is not cut gives th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCut:
-    """A rank's share of a parameter: its part of dimension `dim`, of each of `halves` parts of it."""
+    """A rank's part of dimension `dim` of a parameter, taken from each of its `halves`."""
 
     dim: int
     halves: int

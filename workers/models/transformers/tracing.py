@@ -31,8 +31,7 @@ _HARMLESS = frozenset({
 
 
 class Tracing:
-    """Records the calls of the attention function. `masks` are those that the model made, by identity, each with its
-    window."""
+    """Records the calls of the attention function. `masks`: the model's masks by identity, with their windows."""
 
     def __init__(self, name: str) -> None:
         self._name = name

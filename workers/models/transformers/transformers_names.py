@@ -46,11 +46,10 @@ class Conversion:
 
 
 class ConvertedSource:
-    """A `WeightSource` whose names are those of `model`, on the meta device. A tensor that is made of several is kept
-    until all parameters that it makes are read.
+    """A `WeightSource` whose names are those of `model`, on the meta device. A converted tensor is kept until all its
+    parameters are read.
 
-    Raises BadCheckpoint for tensors from which transformers cannot make the parameters.
-    """
+    Raises BadCheckpoint for tensors from which transformers cannot make the parameters."""
 
     def __init__(self, model: Any, source: WeightSource, where: str) -> None:
         self._model, self._source, self._where = model, source, where

@@ -21,8 +21,8 @@ from workers.weights.source import WeightSource
 
 
 class DraftHead(Protocol):
-    """A head with attention over its own keys and values. The entry of position p is made of what the target computed
-    there and of the token after it, and predicts the token after that one."""
+    """A head with its own attention and KV. The entry of position p is made from the target's result at p and the next
+    token, and predicts the token after that."""
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:

@@ -32,8 +32,8 @@ class DraftRunner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftLimits:
-    """Limits of one worker's draft model. Scratch pages, `scratch_pages` for each sequence of a step, from page
-    `num_pages` on, take drafts beyond a block table."""
+    """Limits of one worker's draft model. Drafts beyond a block table use scratch pages, `scratch_pages` for each
+    sequence of a step, numbered from `num_pages`."""
 
     block_size: int
     num_pages: int

@@ -21,7 +21,7 @@ from workers.speculation.proposer import SpeculatedSequence
 @dataclass(slots=True)
 class _Written:
     """Pages written for one sequence. `pages` hold positions below `num`; the first `num_marked` have the hashes of
-    their blocks as marks. `draft_ids` stand in the pages from position `num` on."""
+    their blocks as marks. `draft_ids` are in the pages from position `num` on."""
 
     pages: list[int] = field(default_factory=list)
     num: int = 0

@@ -35,7 +35,7 @@ class MedusaRunner(Protocol):
 
 @dataclass(slots=True)
 class _Placed:
-    """A sequence, and where the hidden state before its last of `num_known` tokens stands."""
+    """A sequence, with the place of the hidden state before its last of `num_known` tokens."""
 
     sequence: SpeculatedSequence
     sampling: SamplingParams

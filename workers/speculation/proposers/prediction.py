@@ -21,8 +21,8 @@ FOLLOWED = 16
 
 @dataclass(slots=True)
 class _Place:
-    """`at` is the token of the prediction that the next one of the answer should be; the answer's first `num_seen`
-    tokens have been compared, and the last `num_followed` of them were as predicted."""
+    """`at`: the prediction's token expected next; the answer's first `num_seen` tokens have been compared, and the last
+    `num_followed` matched."""
 
     sequence: SpeculatedSequence
     places: dict[tuple[int, ...], list[int]] | None = None

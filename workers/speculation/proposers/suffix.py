@@ -42,8 +42,7 @@ _NONE = -1
 
 @dataclass(slots=True, eq=False)
 class PastAnswers:
-    """The answers of one tenant, one after the other. Places count from the first answer ever; those below `first`
-    have been dropped."""
+    """One tenant's answers, joined. Places count from the first answer ever; those below `first` have been dropped."""
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
     before: array[int] = field(default_factory=lambda: array("q"))  # the place before with the same three tokens

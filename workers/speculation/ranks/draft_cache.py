@@ -14,8 +14,7 @@ from workers.worker_config import WorkerConfig
 
 
 class DraftCache:
-    """Scratch pages, some for each sequence of a step, follow those of the pool: they take drafts beyond a block
-    table."""
+    """Scratch pages follow those of the pool, some for each sequence of a step, for drafts beyond a block table."""
 
     def __init__(self, layout: KVLayout, config: WorkerConfig, device: str) -> None:
         self.layout = layout
@@ -53,7 +52,7 @@ class DraftCache:
 
 
 class Drafting:
-    """One rank's part of a proposer that computes with a model. It is an object of operations that all ranks do
+    """One rank's part of a proposer that computes with a model. All ranks run its operations
     (`workers.parallel.operations.DraftOperations`)."""
 
     cache: DraftCache | None = None  # the proposer's own KV on this rank

@@ -26,8 +26,7 @@ _SETTING = "speculate"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftNeeds:
-    """Memory of what drafts on one worker, over all ranks, at the least. `block_bytes` are those of its KV for each
-    block of the model's."""
+    """The least memory of a worker's proposer over all ranks. `block_bytes`: its KV for each block of the model."""
 
     weight_bytes: int = 0
     block_bytes: int = 0

@@ -29,8 +29,8 @@ _NONE = -1
 
 
 class HeadDrafting(Drafting):
-    """`name` is that of the proposer, `identity` names the head's files. Entries of a head stand in the rows of its
-    batches: a row's token is the one after the entry's position, a row's sample chooses the draft after that."""
+    """`name`: the proposer's; `identity`: of the head's files. A row of its batches holds entries: its token follows
+    the entry's position, and its sample chooses the next draft."""
 
     def __init__(
         self, name: str, head: DraftHead, config: WorkerConfig, device: str, vocab_size: int, identity: str
@@ -89,7 +89,7 @@ class HeadDrafting(Drafting):
 
 
 class MedusaDrafting(Drafting):
-    """They keep nothing: each draft comes from one hidden state."""
+    """Computes each draft from one hidden state, without KV."""
 
     def __init__(self, heads: MedusaHeads, device: str, vocab_size: int) -> None:
         self._heads, self._device, self._vocab_size = heads, device, vocab_size

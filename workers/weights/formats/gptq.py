@@ -25,8 +25,8 @@ def encodings(sizes: GPTQSizes, source: WeightSource) -> WeightEncodings:
 
 
 class GPTQWeight:
-    """Words that hold several outputs or inputs are read whole, and cut when they are converted. Scales and zeros of
-    all groups are read: with act-order a range of inputs has some of each group."""
+    """Words with several outputs or inputs are read whole, and cut during conversion. Scales and zeros of all groups
+    are read: with act-order a range of inputs has parts of each group."""
 
     def __init__(self, stored: StoredTensors, sizes: GPTQSizes) -> None:
         share, total_outputs, bits = stored.share, stored.projection.total, sizes.bits

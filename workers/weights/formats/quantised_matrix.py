@@ -37,7 +37,7 @@ Settings = TypeVar("Settings", bound=Hashable)
 
 
 class StoredWeight(Protocol):
-    """One projection's share in one format, whose tensors are the targets of `stored`'s slots."""
+    """One projection's share in one format. Its tensors are the targets of `stored`'s slots."""
 
     @property
     def stored(self) -> StoredTensors: ...

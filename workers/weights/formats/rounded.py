@@ -26,7 +26,7 @@ def encodings(layers: RoundedLayers, source: WeightSource) -> WeightEncodings:
 
 
 class RoundedWeight:
-    """The groups that a range of inputs lies in are read whole, so that each rank rounds as one alone would."""
+    """Reads whole the groups in which a range of inputs lies, so that each rank rounds as a single one would."""
 
     def __init__(self, stored: StoredTensors, levels: Levels) -> None:
         self.stored, self._levels = stored, levels

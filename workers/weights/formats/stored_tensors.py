@@ -26,7 +26,8 @@ class TensorCut(TypedDict, total=False):
 
 
 class StoredTensors:
-    """Each method allocates one tensor [of the part's length in `dim`, whole in the others] and lists its slot."""
+    """Allocates tensors and lists their slots, one per method: [the part's length in `dim`, whole in other
+    dimensions]."""
 
     def __init__(self, projection: Projection, share: WeightShare, device: str, source: WeightSource) -> None:
         self.projection = projection
