@@ -29,7 +29,7 @@ from cluster.bench.prompts import Prompts
 from cluster.bench.report_table import report_table
 from cluster.bench.result_files import check_files, write_json
 from cluster.bench.step_trace import Mark, profiling
-from cluster.cli.admin_client import DEFAULT_URL, GatewayUrl, ServedModel, find_model, get_json, open_client
+from cluster.cli.admin_client import DEFAULT_URL, GatewayUrl, ServedModel, find_model, open_client, request_json
 from cluster.cli.options import SetKeys
 from cluster.cli.terminal_tables import bars
 from cluster.config.scenario import read_tables, scenario_of
@@ -145,7 +145,7 @@ def find_target(url: str, model: str, api_key: str) -> BenchTarget:
     with open_client(url, api_key) as client:
         served = find_model(client, model)
         try:
-            workers = get_json(client, "/admin/status")["workers"]
+            workers = request_json(client, "/admin/status")["workers"]
         except (BatonError, LookupError, TypeError):
             workers = []  # not a Baton gateway
     infos = [worker["info"] for worker in workers if worker.get("info")]

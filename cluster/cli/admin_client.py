@@ -62,14 +62,13 @@ def _authorities() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-def get_json(client: httpx.Client, path: str) -> Any:
+def request_json(client: httpx.Client, path: str, method: str = "GET", body: Mapping[str, Any] | None = None) -> Any:
     """Raises Unavailable if the server does not answer, NotFound if it has no such page, else the error that the server
     sent."""
     try:
-        response = client.get(path)
+        response = client.request(method, path, json=body)
         if response.status_code == 404 and not _is_explained(response):
             raise NotFound(f"{client.base_url} answers, but has no {path}: it is not a Baton gateway")
-        _check_admitted(response)
         raise_for_error(response)
         return response.json()
     except httpx.HTTPError as error:
@@ -78,19 +77,9 @@ def get_json(client: httpx.Client, path: str) -> Any:
         raise Unavailable(f"{client.base_url} answers {path} with something that is not JSON") from error
 
 
-def request_json(client: httpx.Client, path: str, method: str = "GET", body: Mapping[str, Any] | None = None) -> Any:
-    """Raises the error that the server sent, or Unavailable."""
-    try:
-        response = client.request(method, path, json=body)
-    except httpx.HTTPError as error:
-        raise no_answer(client, error) from error
-    raise_for_error(response)
-    return response.json()
-
-
 def find_model(client: httpx.Client, name: str = "") -> ServedModel:
     """The named model, or the first one served. Raises NotFound."""
-    listed = get_json(client, "/v1/models")["data"]
+    listed = request_json(client, "/v1/models")["data"]
     found = next((one for one in listed if not name or one["id"] == name), None)
     if found is None:
         there = ", ".join(one["id"] for one in listed) or "none"
@@ -105,24 +94,20 @@ def find_model(client: httpx.Client, name: str = "") -> ServedModel:
 
 
 def raise_for_error(response: httpx.Response) -> None:
-    """Raises the typed error of a response with an error's status. The response must have been read."""
+    """Raises the typed error of a response with an error's status, and adds how to give a key if one is missing or
+    wrong. The response must have been read."""
     if response.is_error:
-        raise error_of(response.text, response.status_code)
+        error = error_of(response.text, response.status_code)
+        if lacks_key(response):
+            variable = "BATON_ADMIN_KEY" if _is_admin(response) else "BATON_API_KEY"
+            raise type(error)(f"{error.message.rstrip('.')}; here: --api-key, or the environment variable {variable}")
+        raise error
 
 
 def _is_explained(response: httpx.Response) -> bool:
     """Does a 404 have an error of Baton's that is about more than the path?"""
     error = error_of(response.text, response.status_code)
     return isinstance(error, NotFound) and not error.message.startswith("There is nothing at ")
-
-
-def _check_admitted(response: httpx.Response) -> None:
-    """Raises the server's error for a missing or wrong key, and adds how to give one."""
-    if lacks_key(response):
-        is_admin = _is_admin(response)
-        error = error_of(response.text, response.status_code)
-        how = f"here: --api-key, or the environment variable {'BATON_ADMIN_KEY' if is_admin else 'BATON_API_KEY'}"
-        raise type(error)(f"{error.message.rstrip('.')}; {how}")
 
 
 def lacks_key(response: httpx.Response) -> bool:

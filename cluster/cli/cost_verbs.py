@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, open_client, request_json
 from cluster.cli.terminal_tables import Sheet
 from protos.errors import Misconfigured
 from protos.hints import usd_figure
@@ -127,7 +127,7 @@ def _report(by: str, since: str, until: str, url: str, api_key: str) -> dict[str
         raise Misconfigured(f"--until {until} is not after --since {since}: give a later time", param="until")
     ending = "" if end is None else f"&until={end}"
     with open_client(url, api_key) as client:
-        found = get_json(client, f"/admin/costs?since={asked}{ending}&by={by}")
+        found = request_json(client, f"/admin/costs?since={asked}{ending}&by={by}")
     if (begun := found.get("since", asked)) != asked:
         times = [datetime.fromtimestamp(one, UTC) for one in (begun, found["rows_from"])]
         typer.echo(f"since {times[0]:%Y-%m-%d %H:%M} UTC: before {times[1]:%Y-%m-%d} whole hours are kept", err=True)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, open_client, request_json
 from cluster.cli.terminal_tables import Sheet, show
 from kvtransfer.reshard import EIGHT_BITS
 from protos.hints import byte_count, counted
@@ -48,7 +48,7 @@ def status(
 def fetch_status(url: str, api_key: str = "", path: str = "/admin/status") -> dict[str, Any]:
     """Raises Unavailable if no cluster answers, NotFound if another server does."""
     with open_client(url, api_key) as client:
-        status: dict[str, Any] = get_json(client, path)
+        status: dict[str, Any] = request_json(client, path)
         return status
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client, request_json
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, open_client, request_json
 from cluster.cli.change.decisions import capacity_view
 from cluster.cli.terminal_tables import Sheet, show
 from protos.errors import Misconfigured
@@ -54,7 +54,7 @@ def why(
         raise Misconfigured("why: give either a request or --capacity", param="capacity")
     with open_client(url, api_key) as client:
         if capacity:
-            report = get_json(client, "/admin/capacity")
+            report = request_json(client, "/admin/capacity")
             show(report, lambda: capacity_view(report), as_json=as_json)
             return
         if not request:

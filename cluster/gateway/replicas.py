@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
@@ -25,7 +24,7 @@ from cluster.config.cluster_config import ClusterConfig
 from cluster.discovery.members import Publish
 from cluster.gateway.private_redis import PrivateRedis
 from cluster.process.channel import MessageChannel, ProcessFailed
-from cluster.process.life import live
+from cluster.process.life import live, spawn
 from cluster.process.logs import LogFormat
 from cluster.process.ports import listen, reserve, url_of
 from cluster.process.scratch_dir import Scratch
@@ -226,16 +225,9 @@ class Replicas:
     async def _live(self, slot: ReplicaSlot) -> BatonError | None:
         """Runs a replica once. Returns its failure, or None if it served and then ended in order."""
         slot.error = None
-        ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                inherited = theirs.fileno(), slot.own.fileno()
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-c", PROGRAM, *map(str, inherited), pass_fds=inherited,
-                    stdin=asyncio.subprocess.DEVNULL, start_new_session=True,
-                )  # fmt: skip
+            process, ours = await spawn(PROGRAM, slot.own.fileno())
         except OSError as error:
-            ours.close()
             return Unavailable(f"it cannot be started: {error.strerror or error}")
         channel = await MessageChannel.over(ours, REPLICA_MESSAGES)
         channel.send(self._begin)

@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import socket
 from collections.abc import Coroutine, Sequence
-from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from workers.models.served import read_served
 
 if TYPE_CHECKING:
     from cluster.gateway.gateway_server import GatewayServer
+    from cluster.gateway.model_backend import ModelBackend
     from cluster.gateway.replicas import Replicas
     from router.fleet.channels import Channels
     from router.fleet_owner import CapacityOwner
@@ -182,12 +182,7 @@ async def _say_ready(front: GatewayServer | Replicas, configs: Sequence[ClusterC
 
 async def follow(front: GatewayServer, *found: Discovery) -> None:
     """Adds the workers of each model that discovery finds, while HTTP is served."""
-    following = []
-    for backend, discovery in zip(front.backends, found, strict=True):
-        current = Gauge("baton_discovery_current", "1 while the list of workers is current", registry=backend.registry)
-        current.set_function(partial(_is_current, discovery))
-        backend.fleet.notices.append(partial(_notice, discovery))
-        following.append(asyncio.create_task(discovery.follow(backend.fleet), name="discovery"))
+    following = [_begin_following(*pair) for pair in zip(front.backends, found, strict=True)]
     try:
         await front.wait()
     finally:
@@ -196,12 +191,11 @@ async def follow(front: GatewayServer, *found: Discovery) -> None:
         await asyncio.wait(following)
 
 
-def _is_current(found: Discovery) -> float:
-    return 0.0 if found.trouble else 1.0
-
-
-def _notice(found: Discovery) -> str:
-    return f"the list of workers may be old: {found.trouble}" if found.trouble else ""
+def _begin_following(backend: ModelBackend, found: Discovery) -> asyncio.Task[None]:
+    current = Gauge("baton_discovery_current", "1 while the list of workers is current", registry=backend.registry)
+    current.set_function(lambda: 0.0 if found.trouble else 1.0)
+    backend.fleet.notices.append(lambda: f"the list of workers may be old: {found.trouble}" if found.trouble else "")
+    return asyncio.create_task(found.follow(backend.fleet), name="discovery")
 
 
 def addresses_by_model(configs: Sequence[ClusterConfig], given: Sequence[str]) -> list[tuple[str, ...]]:

@@ -8,8 +8,7 @@ import sys
 from asyncio.subprocess import Process
 from collections.abc import Coroutine
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 async def live(process: Process, follow: Coroutine[Any, Any, None], silent: Coroutine[Any, Any, None]) -> int:
@@ -31,14 +30,15 @@ async def live(process: Process, follow: Coroutine[Any, Any, None], silent: Coro
     return process.returncode or 0
 
 
-async def spawn(program: str, stderr: Path) -> tuple[Process, socket.socket]:
-    """Starts a Python process that gets a socket's descriptor as its argument, and writes its errors to `stderr`.
-    Returns it with our end of the socket. Raises OSError."""
+async def spawn(program: str, *inherited: int, errors: IO[bytes] | None = None) -> tuple[Process, socket.socket]:
+    """Starts a Python process whose arguments are the descriptors of a socket and those `inherited`. It writes its
+    output to `errors`, if given. Returns it with our end of the socket. Raises OSError."""
     ours, theirs = socket.socketpair()
     try:
-        with theirs, stderr.open("wb") as errors:
+        with theirs:
+            descriptors = theirs.fileno(), *inherited
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", program, str(theirs.fileno()), pass_fds=[theirs.fileno()],
+                sys.executable, "-c", program, *map(str, descriptors), pass_fds=descriptors,
                 stdin=asyncio.subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True,
             )  # fmt: skip
     except BaseException:

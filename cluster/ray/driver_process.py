@@ -191,7 +191,8 @@ class DriverProcess:
         """Runs the process once. Returns why it ended."""
         stderr = Path(self._begin.folder) / "driver.err"
         try:
-            process, ours = await spawn(PROGRAM, stderr)
+            with stderr.open("wb") as errors:
+                process, ours = await spawn(PROGRAM, errors=errors)
         except OSError as error:  # too little memory, or too many processes or open files at the moment
             self.doubt(reason := f"Ray's driver could not be started: {error}")
             return reason

@@ -22,9 +22,10 @@ from protos.tls import PeerTls
 from protos.values import ErrorInfo, WorkerInfo, WorkerRole
 from protos.wire import error_info
 from workers.cores import Cores, claim_cores, num_cores, spin_briefly
-from workers.worker_config import RankId, WorkerConfig
+from workers.worker_config import RankId, TransferConfig, WorkerConfig
 
 if TYPE_CHECKING:
+    from workers.engine.engine import Engine
     from workers.rpc.role_change import MakeRole
     from workers.rpc.worker import Worker, WorkerParts
 
@@ -237,23 +238,24 @@ def _open_worker(orders: RankSpec, on_progress: Progress) -> WorkerParts:
 
     role = PrefillRole if orders.role is WorkerRole.PREFILL else DecodeRole
     parts = assemble(orders.worker, orders.rank_id, kind=orders.role, role=role, on_progress=on_progress)
-    return parts if orders.role is WorkerRole.COLOCATED else replace(parts, roles=_roles(parts))
+    return parts if orders.role is WorkerRole.COLOCATED else replace(parts, roles=next_roles(parts.engine))
 
 
-def _roles(parts: WorkerParts) -> dict[WorkerRole, MakeRole]:
-    """The roles of a worker. A colocated worker keeps its role: its engine may free KV that the other roles
-    exchange."""
+def next_roles(
+    engine: Engine, prefill: TransferConfig | None = None, decode: TransferConfig | None = None
+) -> dict[WorkerRole, MakeRole]:
+    """The roles of a worker of two pools. A colocated one may free KV that the others exchange, and keeps its role."""
     from decode_pool.decode_role import DecodeRole
     from prefill_pool.prefill_role import PrefillRole
     from workers.transfer.transfer_role import TransferRole
 
     def present() -> TransferRole:
-        assert isinstance(parts.engine.role, TransferRole)
-        return parts.engine.role
+        assert isinstance(engine.role, TransferRole)
+        return engine.role
 
     return {
-        WorkerRole.PREFILL: lambda: PrefillRole.replacing(present()),
-        WorkerRole.DECODE: lambda: DecodeRole.replacing(present()),
+        WorkerRole.PREFILL: lambda: PrefillRole.replacing(present(), prefill),
+        WorkerRole.DECODE: lambda: DecodeRole.replacing(present(), decode),
     }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.supervision.health import WorkerCalls
-from cluster.supervision.rank import _roles
+from cluster.supervision.rank import next_roles
 from decode_pool.decode_role import DecodeRole
 from prefill_pool.prefill_role import PrefillRole
 from protos.errors import InvalidRequest
@@ -25,7 +25,7 @@ __all__ = ["checkpoint"]
 
 def may_flip(cluster: Cluster) -> None:
     for worker in cluster.workers.values():
-        worker._role_change._roles = _roles(worker._parts)  # type: ignore[union-attr]
+        worker._role_change._roles = next_roles(worker._parts.engine)  # type: ignore[union-attr]
 
 
 async def flip(cluster: Cluster, worker_id: str, role: WorkerRole) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client, request_json
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, open_client, request_json
 from cluster.hub.download import local_model
 from protos.errors import Misconfigured, Unavailable
 from protos.hints import byte_count
@@ -47,7 +47,7 @@ def adapter(
                 report = request_json(client, f"/admin/adapters/{name}", "DELETE")
                 _show(report, f"{name} is unloaded on")
             case AdapterVerb.LIST:
-                rows = get_json(client, "/admin/adapters")["adapters"]
+                rows = request_json(client, "/admin/adapters")["adapters"]
                 if not rows:
                     typer.echo("no adapter is loaded")
                 for row in rows:

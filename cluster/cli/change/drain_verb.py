@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client, request_json
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, open_client, request_json
 from cluster.supervision.rank_starter import MODULE, has_ended
 from protos.errors import DeadlineExceeded, Misconfigured, NotFound
 from protos.hints import listed
@@ -50,7 +50,7 @@ def drain(
     with open_client(url, api_key) as client:
         worker = _named(client, worker_id)
         request_json(client, f"/admin/workers/{worker_id}/drain", "POST")
-        _wait(client, worker_id, _incarnation(worker), replaced=replaced, timeout_s=timeout_s, show=printer())
+        _wait(client, worker_id, _incarnation(worker), replaced=replaced, timeout_s=timeout_s)
 
 
 def _drain_here(timeout_s: float, show: Callable[[str], None]) -> None:
@@ -84,45 +84,34 @@ def _named(client: httpx.Client, worker_id: str) -> Worker:
     """Raises NotFound."""
     worker = _worker(client, worker_id)
     if worker is None:
-        there = listed([one["worker_id"] for one in get_json(client, "/admin/status")["workers"]]) or "empty"
+        there = listed([one["worker_id"] for one in request_json(client, "/admin/status")["workers"]]) or "empty"
         raise NotFound(f"there is no worker {worker_id} at {client.base_url}: the fleet is {there}")
     return worker
 
 
-def _wait(
-    client: httpx.Client,
-    worker_id: str,
-    incarnation: int,
-    *,
-    replaced: bool,
-    timeout_s: float,
-    show: Callable[[str], None],
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
+def _wait(client: httpx.Client, worker_id: str, incarnation: int, *, replaced: bool, timeout_s: float) -> None:
     """Returns when that incarnation has ended. Raises DeadlineExceeded."""
-    deadline, moved = clock() + timeout_s, ""
-    while True:
+    moved = ""
+
+    def look() -> tuple[str, bool]:
+        nonlocal moved
         worker = _worker(client, worker_id)
         own = worker is not None and _incarnation(worker) == incarnation
-        gone = not own or worker is None or worker["state"] in ("lost", "drained", "joining")
         if own and worker is not None:
             moved = _moved(worker["load"])
-        if gone and not replaced:
-            show(f"{worker_id} has left{moved}")
-            return
+        if worker is not None and own and worker["state"] not in ("lost", "drained", "joining"):
+            return _progress(worker), False
+        if not replaced:
+            return f"{worker_id} has left{moved}", True
         if worker is not None and not own and worker["state"] == "ready":
-            show(f"{worker_id} has been replaced{moved}")
-            return
-        line = f"{worker_id} has left, its successor is on its way" if gone or worker is None else _progress(worker)
-        show(line)
-        if clock() >= deadline:
-            raise DeadlineExceeded(f"after {timeout_s:g} s: {line}. It drains on; `baton status` shows how far it is")
-        sleep(PERIOD_S)
+            return f"{worker_id} has been replaced{moved}", True
+        return f"{worker_id} has left, its successor is on its way", False
+
+    until(look, timeout_s=timeout_s, show=printer(), goes_on="It drains on")
 
 
 def _worker(client: httpx.Client, worker_id: str) -> Worker | None:
-    workers = get_json(client, "/admin/status")["workers"]
+    workers = request_json(client, "/admin/status")["workers"]
     return next((worker for worker in workers if worker["worker_id"] == worker_id), None)
 
 
@@ -142,6 +131,27 @@ def _progress(worker: Worker) -> str:
     load = worker["load"]
     left = f"{load['num_running']} running, {load['num_waiting']} waiting, {load['num_moved']} moved on"
     return f"{worker['worker_id']} is {worker['state']}: {left}"
+
+
+def until(
+    look: Callable[[], tuple[str, bool]],
+    *,
+    timeout_s: float,
+    show: Callable[[str], None],
+    goes_on: str,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Shows the line that `look` returns, until it says that this is the last one. Raises DeadlineExceeded."""
+    deadline = clock() + timeout_s
+    while True:
+        line, is_over = look()
+        show(line)
+        if is_over:
+            return
+        if clock() >= deadline:
+            raise DeadlineExceeded(f"after {timeout_s:g} s: {line}. {goes_on}; `baton status` shows how far it is")
+        sleep(PERIOD_S)
 
 
 def printer() -> Callable[[str], None]:

@@ -6,22 +6,20 @@ from __future__ import annotations
 import getpass
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client, request_json
-from cluster.cli.change.drain_verb import printer
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, open_client, request_json
+from cluster.cli.change.drain_verb import printer, until
 from cluster.cli.status_verb import fleet_words, planner_words
 from cluster.config.settings import paths_of, setting
 from cluster.hub.download import local_model
-from protos.errors import DeadlineExceeded, InvalidRequest, Misconfigured, Unavailable
+from protos.errors import InvalidRequest, Misconfigured, Unavailable
 from protos.values import WorkerRole
-
-PERIOD_S = 0.25
 
 Change = Mapping[str, Any]
 Why = Annotated[str, typer.Option("--why", help="The reason, for the list of changes.")]
@@ -121,44 +119,28 @@ def who() -> str:
 
 def _order(order: Mapping[str, Any], url: str, api_key: str, *, timeout_s: float | None) -> None:
     with open_client(url, api_key) as client:
-        get_json(client, "/admin/capacity")  # its error names the key, if one is needed
         change = request_json(client, "/admin/capacity", "POST", {"who": who(), **order})
-        if order["kind"] in ("scale", "flip") and (planner := get_json(client, "/admin/capacity").get("planner")):
+        if order["kind"] in ("scale", "flip") and (planner := request_json(client, "/admin/capacity").get("planner")):
             typer.echo(f"a planner decides here: {planner_words(planner, time.time())}")
         if not change["number"]:
             typer.echo(f"the fleet is {fleet_words(change['after'])} already")
         elif timeout_s is None:
             typer.echo(f"change {change['number']}: {fleet_words(change['before'])} -> {fleet_words(change['after'])}")
         else:
-            _wait(client, change, timeout_s=timeout_s, show=printer())
+            until(lambda: _look(client, change), timeout_s=timeout_s, show=printer(), goes_on="It goes on")
 
 
-def _wait(
-    client: httpx.Client,
-    change: Change,
-    *,
-    timeout_s: float,
-    show: Callable[[str], None],
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Returns when the change is reached. Raises Unavailable if it has failed, InvalidRequest if another change has
-    replaced it, DeadlineExceeded."""
-    deadline, target = clock() + timeout_s, fleet_words(change["after"])
-    while True:
-        view = get_json(client, "/admin/capacity")
-        now = next((one for one in view["changes"] if one["number"] == change["number"]), change)
-        match now["state"]:
-            case "reached":
-                show(f"the fleet is {target}, after {now['ended_s'] - now['at_s']:.1f} s")
-                return
-            case "failed":
-                raise Unavailable(f"{target}: {now['reason']}; the fleet stays {fleet_words(view['desired'])}")
-            case "replaced":
-                replaced = now["reason"] or "another change has replaced this one"
-                raise InvalidRequest(f"{target}: {replaced}; the fleet is to be {fleet_words(view['desired'])}")
-        line = f"fleet is to be {target}: waiting for {', '.join(view['waiting_for']) or 'the supervisor'}"
-        show(line)
-        if clock() >= deadline:
-            raise DeadlineExceeded(f"after {timeout_s:g} s: {line}. It goes on; `baton status` shows how far it is")
-        sleep(PERIOD_S)
+def _look(client: httpx.Client, change: Change) -> tuple[str, bool]:
+    """How far the change is, and whether it is reached. Raises Unavailable if it has failed, InvalidRequest if another
+    change has replaced it."""
+    target, view = fleet_words(change["after"]), request_json(client, "/admin/capacity")
+    now = next((seen for seen in view["changes"] if seen["number"] == change["number"]), change)
+    match now["state"]:
+        case "reached":
+            return f"the fleet is {target}, after {now['ended_s'] - now['at_s']:.1f} s", True
+        case "failed":
+            raise Unavailable(f"{target}: {now['reason']}; the fleet stays {fleet_words(view['desired'])}")
+        case "replaced":
+            replaced = now["reason"] or "another change has replaced this one"
+            raise InvalidRequest(f"{target}: {replaced}; the fleet is to be {fleet_words(view['desired'])}")
+    return f"fleet is to be {target}: waiting for {', '.join(view['waiting_for']) or 'the supervisor'}", False

@@ -15,7 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, get_json, open_client
+from cluster.cli.admin_client import DEFAULT_URL, AdminKey, GatewayUrl, open_client, request_json
 from cluster.cli.change.decisions import weighed_table
 from cluster.planner.planner import Planner, PlannerSettings, SightsNow, reported
 from cluster.planner.planner_config import limits_of
@@ -49,7 +49,7 @@ def plan(
     with open_client(url, api_key) as client:
         report = _report(client)
         given = {"ttft_s": _seconds(ttft_ms), "tpot_s": _seconds(tpot_ms), "attainment": attainment}
-        settings = settings_for(report, autoscale, given, window_s, _devices(get_json(client, "/admin/status")))
+        settings = settings_for(report, autoscale, given, window_s, _devices(request_json(client, "/admin/status")))
         seen = observed(lambda: _sights(client), window_s, typer.echo if not as_json else lambda _: None)
         report = _report(client)
     reach_s = min(one.sight.covered_s for one in seen)
@@ -156,8 +156,8 @@ def _devices(status: Mapping[str, Any]) -> dict[WorkerRole, int]:
 
 
 def _report(client: httpx.Client) -> FleetReport:
-    return msgspec.convert(get_json(client, "/admin/capacity"), FleetReport)
+    return msgspec.convert(request_json(client, "/admin/capacity"), FleetReport)
 
 
 def _sights(client: httpx.Client) -> Sequence[SeenSight]:
-    return msgspec.convert(get_json(client, "/admin/capacity/sights")["sights"], tuple[SeenSight, ...])
+    return msgspec.convert(request_json(client, "/admin/capacity/sights")["sights"], tuple[SeenSight, ...])

@@ -21,7 +21,6 @@ from cluster.simulate.latency.shapes import (
     SHORT_NAMES,
     Experts,
     Gpu,
-    Latent,
     ModelShape,
     gpu_figures,
 )
@@ -29,7 +28,6 @@ from protos.errors import BatonError, Misconfigured
 from protos.model_files.fields import Fields
 from protos.model_files.opening import open_model
 from workers.models.families.experts_config import ExpertsConfig
-from workers.models.families.latent_config import LatentConfig
 from workers.models.model_config import config_of
 from workers.weights.weight_formats import WeightFormat
 
@@ -124,7 +122,7 @@ def read_model(path: Path, dtype: str | None = None) -> ModelShape:
         dtype=dtype or _stored_type(stored),
         expert_dtype=MXFP4 if stored is not None and stored.label == MXFP4 else None,
         experts=None if experts is None else _experts(experts, config.num_layers),
-        latent=None if latent is None else _latent(latent),
+        latent=latent,
         windows=tuple(window or 0 for window in windows) if any(windows) else (),
     )
 
@@ -145,14 +143,4 @@ def _experts(config: ExpertsConfig, num_layers: int) -> Experts:
         width=config.width,
         num_shared=config.shared_width / config.width,
         num_dense_layers=num_layers - config.num_sparse_layers,
-    )
-
-
-def _latent(config: LatentConfig) -> Latent:
-    return Latent(
-        query_rank=config.query_rank or 0,
-        kv_rank=config.rank,
-        nope_dim=config.nope_dim,
-        rope_dim=config.rope_dim,
-        value_dim=config.value_dim,
     )

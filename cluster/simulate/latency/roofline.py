@@ -104,7 +104,7 @@ class Roofline:
         fitted = self._kernels.attention if latent is None else self._kernels.latent
         read_s = kv_bytes / (gpu.memory_rate * fitted.memory_share)
         if latent is not None:
-            flops = 2 * heads * (2 * latent.kv_rank + latent.rope_dim)
+            flops = 2 * heads * (2 * latent.rank + latent.rope_dim)
             read_s = max(read_s, flops / (self._rate * fitted.compute_share))
         return fitted.decode_fixed_s * layers, fitted.row_s * heads * layers, read_s * layers
 
@@ -179,11 +179,11 @@ class Roofline:
         assert latent is not None
         heads, layers = model.heads / self.tp, model.layers
         per_head = latent.nope_dim + latent.rope_dim
-        down = (latent.query_rank or heads * per_head) + latent.kv_rank + latent.rope_dim
+        down = (latent.query_rank or heads * per_head) + latent.rank + latent.rope_dim
         products = [Product(down, model.hidden, layers)]
         if latent.query_rank:
             products.append(Product(heads * per_head, latent.query_rank, layers))
-        products.append(Product(heads * (latent.nope_dim + latent.value_dim), latent.kv_rank, layers))
+        products.append(Product(heads * (latent.nope_dim + latent.value_dim), latent.rank, layers))
         return [*products, Product(model.hidden, heads * latent.value_dim, layers)]
 
     def _num_routed_layers(self) -> int:

@@ -17,6 +17,7 @@ from protos.hints import counted
 from protos.values import KVLayout
 from workers.kv.groups import with_windows
 from workers.kv.kinds import refuse_latents, with_kv_dtype
+from workers.models.families.latent_config import LatentConfig
 from workers.models.model_config import splits_heads
 from workers.worker_config import KVDtype
 
@@ -89,19 +90,6 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): `kv_rank + rope_dim` numbers are cached per token
-    and layer. A prompt attends with heads of `nope_dim + rope_dim` and values of `value_dim`, a decode step to the
-    cached numbers."""
-
-    query_rank: int  # 0: queries are not compressed
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """`kv_heads` x `kv_width` numbers are cached per layer and token as keys, and as many as values. A worker's GPUs
     share each routed expert's columns, or, with `whole_experts`, the experts. `windows` are those of the layers, in
@@ -120,7 +108,7 @@ class ModelShape:
     dtype: str = BFLOAT16  # the weights' type: one of `DTYPES`
     expert_dtype: str | None = None  # of routed experts, if theirs is another
     experts: Experts | None = None
-    latent: Latent | None = None
+    latent: LatentConfig | None = None
     windows: tuple[int, ...] = ()
     whole_experts: bool = False
     kv_dtype: KVDtype = "auto"
@@ -185,7 +173,7 @@ class ModelShape:
         bits."""
         if self.latent is not None:
             refuse_latents(self.kv_dtype)
-            width = self.latent.kv_rank + self.latent.rope_dim
+            width = self.latent.width
             return KVLayout.latent(num_layers=self.layers, width=width, block_size=block_size, dtype="bfloat16")
         layout = KVLayout.dense(
             num_layers=self.layers,

@@ -18,6 +18,7 @@ from cluster.simulate.node.simulated_drafts import SimulatedDrafter
 from cluster.simulate.node.watched_parts import TicketWatch, WatchedEngine, WatchedPool
 from cluster.simulate.world.network import VALUES, Network, Port
 from cluster.simulate.world.simulated_lanes import Lanes
+from cluster.supervision.rank import next_roles
 from decode_pool.decode_role import DecodeRole
 from kvtransfer.events import EventLog
 from kvtransfer.ticket_ledger import TicketState
@@ -29,7 +30,7 @@ from protos.values import KVLayout, LaneAddress, WorkerInfo, WorkerRole, WorkerS
 from workers.engine.engine import Engine
 from workers.kv.block_pool import BlockPool
 from workers.kv.host import HostPool
-from workers.rpc.role_change import MakeRole, RoleChange
+from workers.rpc.role_change import RoleChange
 from workers.rpc.worker_servicer import WorkerServicer
 from workers.scheduling.scheduler import Scheduler
 from workers.speculation.speculation import Speculation
@@ -114,8 +115,9 @@ class SimulatedWorker:
         self.servicer = self._make_servicer()
         self.turns = self._make_turns(skew_s, gaps, withholds)
         self.servicer.attach(self.turns)
+        roles = {} if role is WorkerRole.COLOCATED else next_roles(self.engine, spec.prefill, spec.decode)
         self._role_change = RoleChange(
-            role, self._next_roles(role), engine=self.engine, loop=self.turns, servicer=self.servicer,
+            role, roles, engine=self.engine, loop=self.turns, servicer=self.servicer,
             idle=self._idle, changed=self._note_role,
         )  # fmt: skip
         self._num_changes = 0
@@ -196,14 +198,6 @@ class SimulatedWorker:
         role = self.engine.role
         assert isinstance(role, PrefillRole | DecodeRole)
         return role
-
-    def _next_roles(self, role: WorkerRole) -> dict[WorkerRole, MakeRole]:
-        if role is WorkerRole.COLOCATED:
-            return {}
-        return {
-            WorkerRole.PREFILL: lambda: PrefillRole.replacing(self._present_role(), self._spec.prefill),
-            WorkerRole.DECODE: lambda: DecodeRole.replacing(self._present_role(), self._spec.decode),
-        }
 
     def freeze(self) -> None:
         """A signal stops the process; its sockets stay open."""

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cluster.cli.admin_client import get_json, open_client
+from cluster.cli.admin_client import open_client, request_json
 from cluster.doctor.doctor_verb import summary
 from cluster.doctor.gather import examine
 from cluster.doctor.rules import findings
@@ -214,7 +214,7 @@ async def test_the_doctor_looks_at_every_model() -> None:
 
 def _status_of(url: str) -> None:
     with open_client(url) as client:
-        get_json(client, "/admin/status")
+        request_json(client, "/admin/status")
 
 
 def test_a_batch_line_for_another_model_is_refused() -> None:

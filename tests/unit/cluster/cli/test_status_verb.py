@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.cli.admin_client import find_model, get_json, open_client
+from cluster.cli.admin_client import find_model, open_client, request_json
 from cluster.cli.main import main, make_app
 from cluster.cli.status_verb import _fleet, planner_words, status_tables
 from protos.errors import BatonError, Misconfigured
@@ -284,7 +284,7 @@ def test_a_cluster_with_keys_says_how_to_give_one() -> None:
     client = httpx.Client(transport=httpx.MockTransport(refuse), base_url="http://gateway")
     with client:
         with pytest.raises(BatonError, match=r"You gave no key.*--api-key.*BATON_ADMIN_KEY"):
-            get_json(client, "/admin/status")
+            request_json(client, "/admin/status")
         with pytest.raises(BatonError, match=r"You gave no key.*--api-key.*BATON_API_KEY"):
             find_model(client)
 
@@ -299,7 +299,7 @@ def test_a_missing_file_of_authorities_is_named(monkeypatch: pytest.MonkeyPatch)
 async def test_a_server_that_does_not_speak_tls_is_not_said_to_be_away() -> None:
     async with serving(make_gateway(Scripted(saying("hi")))) as url:
         with open_client(url.replace("http:", "https:")) as client, pytest.raises(BatonError, match="but not with TLS"):
-            await asyncio.to_thread(get_json, client, "/admin/status")
+            await asyncio.to_thread(request_json, client, "/admin/status")
 
 
 def test_an_empty_cluster_is_one_line() -> None:

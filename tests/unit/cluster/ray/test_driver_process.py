@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -212,9 +212,9 @@ async def test_one_that_has_not_begun_stops_at_once(parent: Parent) -> None:
 async def test_a_driver_is_told_of_a_stop_while_it_was_spawned(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
     stops = []
 
-    async def spawn_and_stop(program: str, stderr: Path) -> object:
+    async def spawn_and_stop(program: str, errors: IO[bytes]) -> object:
         stops.append(asyncio.create_task(parent.driver.stop()))
-        return await spawn(program, stderr)
+        return await spawn(program, errors=errors)
 
     monkeypatch.setattr(driver_process, "PROGRAM", STOPPABLE)
     monkeypatch.setattr(driver_process, "spawn", spawn_and_stop)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from cluster.cli.change import fleet_verbs
+from cluster.cli.change.drain_verb import until
 from protos.errors import DeadlineExceeded, InvalidRequest, Misconfigured, Unavailable
 
 BEFORE, AFTER = {"counts": {"prefill": 1, "decode": 1}}, {"counts": {"prefill": 1, "decode": 3}}
@@ -31,9 +32,10 @@ def wait(*views: dict[str, Any], timeout_s: float = 60.0) -> list[str]:
     answers, shown, now = list(views), list[str](), iter(range(1000))
     transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answers.pop(0)))
     with httpx.Client(transport=transport, base_url="http://gateway") as client:
-        fleet_verbs._wait(
-            client, change(), timeout_s=timeout_s, show=shown.append, clock=lambda: next(now), sleep=lambda _: None
-        )
+        until(
+            lambda: fleet_verbs._look(client, change()), timeout_s=timeout_s, show=shown.append, goes_on="",
+            clock=lambda: next(now), sleep=lambda _: None,
+        )  # fmt: skip
     return shown
 
 
