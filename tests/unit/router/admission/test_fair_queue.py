@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import count
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,24 +43,22 @@ def test_a_higher_priority_goes_before_every_deadline() -> None:
     assert [message.number for message in drained(queue)] == [1, 0, 2]
 
 
-def test_a_tenant_that_floods_the_line_waits_for_the_others() -> None:
-    queue = FairQueue()
-    for number in range(50):
-        queue.push(entry(number, "flood"))
-    for number in range(50, 53):
-        queue.push(entry(number, "quiet"))
-    first = Counter(message.tenant for message in drained(queue)[:6])
-    assert first == {"flood": 3, "quiet": 3}
-
-
-def test_tenants_share_by_tokens_not_by_requests() -> None:
-    queue = FairQueue()
-    for number in range(20):
-        queue.push(entry(number, "long", num_tokens=1000))
-        queue.push(entry(100 + number, "short", num_tokens=100))
-    # While both wait, ten short prompts are read for each long one.
-    first = Counter(message.tenant for message in drained(queue)[:11])
-    assert first == {"long": 1, "short": 10}
+@pytest.mark.parametrize(
+    ("weights", "waiting", "first"),
+    [
+        pytest.param({}, [("flood", 50, 100), ("quiet", 3, 100)], {"flood": 3, "quiet": 3}, id="a flood waits"),
+        pytest.param({}, [("long", 20, 1000), ("short", 20, 100)], {"long": 1, "short": 10}, id="tokens count"),
+        pytest.param({"big": 3.0}, [("big", 20, 100), ("small", 20, 100)], {"big": 6, "small": 2}, id="by weight"),
+    ],
+)
+def test_tenants_that_wait_share_what_is_served(
+    weights: dict[str, float], waiting: list[tuple[str, int, int]], first: dict[str, int]
+) -> None:
+    queue, numbers = FairQueue(weights), count()
+    for tenant, num_requests, num_tokens in waiting:
+        for _ in range(num_requests):
+            queue.push(entry(next(numbers), tenant, num_tokens=num_tokens))
+    assert Counter(message.tenant for message in drained(queue)[: sum(first.values())]) == first
 
 
 def test_answers_count_as_well() -> None:
@@ -68,14 +68,6 @@ def test_answers_count_as_well() -> None:
     queue.charge("writes", num_output=60)  # twice 60 is more than 100
     queue.charge("reads", num_input=100)
     assert [message.tenant for message in drained(queue)] == ["reads", "writes"]
-
-
-def test_a_weight_is_a_share() -> None:
-    queue = FairQueue({"big": 3.0})
-    for number in range(20):
-        queue.push(entry(number, "big"))
-        queue.push(entry(100 + number, "small"))
-    assert Counter(message.tenant for message in drained(queue)[:8]) == {"big": 6, "small": 2}
 
 
 def test_silence_saves_nothing_up() -> None:

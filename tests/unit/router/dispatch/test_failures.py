@@ -152,30 +152,25 @@ async def test_a_reservation_is_released_without_garbage_collection(two_pairs: C
         gc.enable()
 
 
-async def test_a_reservation_that_cannot_be_renewed_is_made_elsewhere(make: Callable[..., Cluster]) -> None:
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_reservation_that_cannot_be_renewed_is_made_elsewhere(make: Callable[..., Cluster], dies: bool) -> None:
     cluster = make(ticket_lease_s=0.1)
     await cluster.add("p0", "p1", "d0", "d1")
-    cluster["p0"].pause_after = 0
+    reader, writer = cluster["p0"], cluster["d0"]
+    reader.pause_after = 0
     asking = asyncio.create_task(collect(cluster, job()))
-    await cluster["p0"].until(lambda: len(cluster["p0"].submitted) == 1)
-    cluster["d0"].refuse = TransferFailed("the ticket has expired")
+    await reader.until(lambda: len(reader.submitted) == 1)
+    if dies:
+        await writer.die()
+    else:
+        writer.refuse = TransferFailed("the ticket has expired")
     assert tokens(await asyncio.wait_for(asking, 60)) == expected_tokens(PROMPT, 8)
     assert [request.request_id for request in cluster["d1"].submitted] == ["r.2"]
-    await cluster["p0"].until(lambda: "r.1" in cluster["p0"].aborted)
-    await cluster["d0"].until(lambda: not cluster["d0"].tickets)
+    await reader.until(lambda: "r.1" in reader.aborted and not reader.running)
+    await writer.until(lambda: dies or not writer.tickets)
     assert renewals() == set()
-
-
-async def test_a_prompt_is_awaited_while_its_decode_worker_lives(make: Callable[..., Cluster]) -> None:
-    cluster = make(ticket_lease_s=0.1)
-    await cluster.add("p0", "p1", "d0", "d1")
-    cluster["p0"].pause_after = 0
-    asking = asyncio.create_task(collect(cluster, job()))
-    await cluster["p0"].until(lambda: len(cluster["p0"].submitted) == 1)
-    await cluster["d0"].die()
-    assert tokens(await asyncio.wait_for(asking, 60)) == expected_tokens(PROMPT, 8)
-    await cluster["p0"].until(lambda: not cluster["p0"].running)
-    await cluster["d0"].restart()
+    if dies:
+        await writer.restart()
 
 
 async def test_the_first_token_does_not_wait_for_a_renewal(make: Callable[..., Cluster]) -> None:
@@ -319,25 +314,17 @@ async def test_a_prompt_that_was_not_sent_does_not_count_as_cached(make: Callabl
     assert uncached == {len(PROMPT) * prefix_aware.COMPUTING_WEIGHT}
 
 
-async def test_a_job_waits_for_room(cluster: Cluster) -> None:
-    cluster["d0"].refuse = Overloaded("no free blocks")
-    asking = asyncio.create_task(collect(cluster, job()))
-    await cluster["d0"].until(lambda: len(cluster["d0"].reserved) >= 2)
-    assert not asking.done()
-    cluster["d0"].refuse = None
-    cluster["d0"].say()
-    assert tokens(await asking) == expected_tokens(PROMPT, 8)
-
-
-async def test_a_job_waits_for_the_only_lane_to_be_connected_again(make: Callable[..., Cluster]) -> None:
+@pytest.mark.parametrize("error", [Overloaded("no free blocks"), LANE_DOWN])
+async def test_a_job_waits_for_room_and_for_its_only_lane(make: Callable[..., Cluster], error: BatonError) -> None:
     """Each attempt is refused at once: counted as failures, they would be over within a second."""
     cluster = make(max_attempts=2, retry_pause_s=0.01)
     await cluster.add("p0", "d0")
-    cluster["d0"].refuse = LANE_DOWN
+    cluster["d0"].refuse = error
     asking = asyncio.create_task(collect(cluster, job()))
     await cluster["d0"].until(lambda: len(cluster["d0"].reserved) >= 4)
     assert not asking.done()
     cluster["d0"].refuse = None
+    cluster["d0"].say()
     assert tokens(await asking) == expected_tokens(PROMPT, 8)
 
 

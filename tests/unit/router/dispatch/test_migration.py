@@ -64,9 +64,20 @@ def drain(cluster: Cluster, worker_id: str) -> None:
     worker.go(None if worker.pause_after is None else worker.pause_after + 1)
 
 
+async def moved_from(cluster: Cluster, worker_id: str) -> None:
+    drain(cluster, worker_id)
+    await cluster[worker_id].until(lambda: bool(cluster[worker_id].moved))
+
+
 def go(cluster: Cluster) -> None:
     for worker in cluster.workers.values():
         worker.go()
+
+
+async def finish(cluster: Cluster, client: Client) -> None:
+    """Every worker goes on, and the client has every token once."""
+    go(cluster)
+    assert await client.done() == EXPECTED
 
 
 def other(cluster: Cluster, worker_id: str) -> str:
@@ -91,10 +102,8 @@ async def test_a_moved_sequence_loses_and_doubles_no_token(
     client = Client(cluster)
     first = await client.paused()
     second = other(cluster, first)
-    drain(cluster, first)
-    await cluster[first].until(lambda: bool(cluster[first].moved))
-    go(cluster)
-    assert await client.done() == EXPECTED
+    await moved_from(cluster, first)
+    await finish(cluster, client)
     assert cluster.generate.moves.num_moved == 1
     assert cluster.generate.num_resumed == 0, "nothing was computed again"
     taken = cluster[second].submitted[-1]
@@ -117,8 +126,7 @@ async def test_without_another_worker_it_finishes_in_place(
     client = Client(cluster)
     drain(cluster, await client.paused())
     await client.stayed()
-    go(cluster)
-    assert await client.done() == EXPECTED
+    await finish(cluster, client)
     assert cluster.generate.moves.num_moved == 0
     assert cluster.generate.moves.num_stayed > 1
     assert caplog.text.count("stays on c0 for now") == 1, "tried again and again, and said once"
@@ -129,30 +137,25 @@ async def test_without_room_elsewhere_it_finishes_in_place(make: Callable[..., C
     cluster[other(cluster, first)].refuse = Overloaded("full")
     drain(cluster, first)
     await client.stayed()
-    go(cluster)
-    assert await client.done() == EXPECTED
+    await finish(cluster, client)
     assert cluster.generate.moves.num_moved == 0
 
 
 async def test_a_worker_that_cannot_move_it_keeps_it(make: Callable[..., Cluster]) -> None:
     cluster, client, first, second = await paused_in(make)
     cluster[first].clings = True
-    drain(cluster, first)
-    await cluster[first].until(lambda: bool(cluster[first].moved))
+    await moved_from(cluster, first)
     await cluster[second].until(lambda: bool(cluster[second].aborted))
     assert not cluster[second].tickets
-    go(cluster)
-    assert await client.done() == EXPECTED
+    await finish(cluster, client)
     assert not cluster[second].submitted
 
 
 async def test_kv_that_is_lost_on_the_way_is_computed_again(make: Callable[..., Cluster]) -> None:
     cluster, client, first, _ = await paused_in(make, "c0", "c1", "c2")
     cluster[first].loses_kv = True
-    drain(cluster, first)
-    await cluster[first].until(lambda: bool(cluster[first].moved))
-    go(cluster)
-    assert await client.done() == EXPECTED
+    await moved_from(cluster, first)
+    await finish(cluster, client)
     assert cluster.generate.num_resumed == 1
 
 
@@ -163,8 +166,7 @@ async def test_a_worker_dying_during_a_move_costs_a_pause(make: Callable[..., Cl
     await cluster[second].until(lambda: bool(cluster[second].reserved))
     await cluster[first].die()
     reserving.set()
-    go(cluster)
-    assert await client.done() == EXPECTED
+    await finish(cluster, client)
     assert cluster.generate.num_resumed == 1
     await client.until(lambda: not cluster[second].tickets)
 
@@ -188,14 +190,11 @@ async def test_a_sequence_moves_again_when_its_new_worker_drains(make: Callable[
     cluster, client, first, _ = await paused_in(make, "c0", "c1", "c2")
     for worker_id in set(cluster.workers) - {first}:
         cluster[worker_id].pause_after = 2  # of what it makes itself
-    drain(cluster, first)
-    await cluster[first].until(lambda: bool(cluster[first].moved))
+    await moved_from(cluster, first)
     second = await client.paused()
     assert second != first
-    drain(cluster, second)
-    await cluster[second].until(lambda: bool(cluster[second].moved))
-    go(cluster)
-    assert await client.done() == EXPECTED
+    await moved_from(cluster, second)
+    await finish(cluster, client)
     assert cluster.generate.moves.num_moved == 2
 
 
@@ -203,10 +202,8 @@ async def test_tokens_in_the_moving_message_are_kept(make: Callable[..., Cluster
     """A slow reader gets the tokens together with MOVED."""
     cluster, client, first, second = await paused_in(make)
     cluster[first].says_when_moving = 2
-    drain(cluster, first)
-    await cluster[first].until(lambda: bool(cluster[first].moved))
-    go(cluster)
-    assert await client.done() == EXPECTED
+    await moved_from(cluster, first)
+    await finish(cluster, client)
     assert len(cluster[second].submitted[-1].output_ids) == 3 + 1 + 2
 
 
@@ -218,8 +215,7 @@ async def test_the_death_of_a_new_worker_is_its_own_loss(make: Callable[..., Clu
     first = await client.paused()
     for worker_id in set(cluster.workers) - {first}:
         cluster[worker_id].pause_after = 2  # of what it makes itself
-    drain(cluster, first)
-    await cluster[first].until(lambda: bool(cluster[first].moved))
+    await moved_from(cluster, first)
     second = await client.paused()
     if first_is_gone:
         await cluster[first].die()
@@ -233,16 +229,15 @@ async def test_the_death_of_a_new_worker_is_its_own_loss(make: Callable[..., Clu
 async def test_the_sequences_worker_learns_whether_its_client_reads(make: Callable[..., Cluster]) -> None:
     cluster, client, first, second = await paused_in(make)
     client.job.client.unread(True)
-    drain(cluster, first)
-    await cluster[first].until(lambda: bool(cluster[first].moved))
-    go(cluster)
+    await moved_from(cluster, first)
+    for worker in cluster.workers.values():
+        worker.go()
     await client.until(lambda: bool(cluster[second].submitted))
     cluster[second].pause_after = 2
     client.job.client.unread(True)
     client.job.client.unread(False)
     await client.until(lambda: len(cluster[second].unread) == 2)
-    go(cluster)
-    assert await client.done() == EXPECTED
+    await finish(cluster, client)
     moved_to = cluster[first].submitted[0].request_id, cluster[second].submitted[0].request_id
     assert cluster[first].unread == [(moved_to[0], True)]
     assert cluster[second].unread == [(moved_to[1], True), (moved_to[1], False)]
