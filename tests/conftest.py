@@ -65,7 +65,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def _what_is_logged() -> Iterator[None]:
-    """A command owns its process and says what is logged there; one that a test calls must not decide for the next."""
+    """Restores the log: a command configures it for its own process."""
     ours = logging.getLogger("baton")
     level = ours.level
     yield
@@ -81,8 +81,8 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _signal_handlers() -> Iterator[None]:
-    """A command that a test calls installs handlers of signals, and a closed uvloop loop leaves them: Ctrl-C would
-    not reach the tests after it."""
+    """Restores signal handlers: a command installs its own, and a closed uvloop leaves them, so Ctrl-C would not reach
+    later tests."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in handlers.items():
@@ -161,7 +161,7 @@ RAY = re.compile(r"\b(up|four): Deployed|RayHosts|(Deployed|deploy)\(\s*\"(up|se
 
 @cache  # a file has many tests
 def _group(root: Path, file: str) -> str:
-    """Files of one name run in one process: there is room for one Ray, and for one test that may use the GPU."""
+    """Groups files that must run in one process: there is room for one Ray, and for one test with the GPU."""
     if HAS_GPU:
         return "gpu"
     return "ray" if RAY.search((root / file).read_text()) else file

@@ -177,7 +177,7 @@ class _ForkedProcess:
             self._link.send(("ends", place))
 
     def _places(self) -> Iterator[tuple[int, int | None]]:
-        """Each test, with the one that follows."""
+        """Each test with its successor."""
         group = self._next_group()
         while group:
             yield from pairwise(group)

@@ -22,7 +22,7 @@ SIZES = {kind: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] for kind i
 
 
 def random_blocks(kind: str, rows: int, values: int, seed: int = 0) -> Bytes:
-    """[rows, bytes of a row]: every bit is random but those of scales, which are finite."""
+    """[rows, bytes of a row]: random bits, with finite scales."""
     per, size = SIZES[kind]
     chance = np.random.default_rng(seed)
     blocks = chance.integers(0, 256, (rows, values // per, size), dtype=np.uint8)

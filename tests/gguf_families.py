@@ -43,7 +43,7 @@ NAMES |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT)
 def stored_parts(
     name: str, weight: torch.Tensor, config: Mapping[str, Any], *, whole_latents: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that the converter makes of one, by Hugging Face's names or, where there is none, by llama.cpp's."""
+    """The converter's tensors of one, by Hugging Face's names or else by llama.cpp's."""
     if config["model_type"].startswith("gemma") and name.endswith("norm.weight"):
         yield name, weight + 1
     elif name.endswith("e_score_correction_bias"):
@@ -77,7 +77,7 @@ def _gpt_oss_experts(name: str, weight: torch.Tensor) -> Iterator[tuple[str, tor
 
 
 def keys_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys below the architecture's name that not every family has; they replace the usual ones. None: no such key."""
+    """Keys below the architecture's name that not every family has. None: no such key."""
     kind, keys = config["model_type"], dict[str, Any]()
     rope = config.get("rope_parameters") or {}
     if kind in ("gemma2", "gemma3_text", "gpt_oss", "cohere2"):

@@ -108,7 +108,7 @@ def tokenizer_metadata(
 
 
 def _fused(tensors: dict[str, Stored]) -> Iterator[tuple[str, Stored]]:
-    """Takes the stacks of gate and up out of `tensors`: gate's rows of each expert stand before up's."""
+    """Removes the stacks of gate and up from `tensors` and joins them, gate's rows first."""
     for name in [name for name in tensors if "ffn_gate_exps" in name]:
         gate, up = tensors.pop(name), tensors.pop(name.replace("gate", "up"))
         count, rows, inputs = gate.shape

@@ -75,8 +75,6 @@ def report(offences: Iterator[str]) -> None:
 
 
 def test_loggers_are_named_below_baton() -> None:
-    """Loggers of other names never reach the log of a cluster: ranks and gateway processes pass on `baton` alone."""
-
     def offences() -> Iterator[str]:
         for path in files("*.py"):
             if path.parts[0] in PACKAGES and "getLogger(__name__)" in (ROOT / path).read_text():

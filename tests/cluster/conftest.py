@@ -62,7 +62,7 @@ def undisturbed(four: Deployed) -> list[list[Choice]]:
 
 @pytest.fixture
 def deploy() -> Iterator[Callable[..., Deployed]]:
-    """Starts other ones; whatever is left of them is killed in the end."""
+    """Starts clusters. Any that are left at the end are killed."""
     made: list[Deployed] = []
 
     def start(*arguments: str) -> Deployed:

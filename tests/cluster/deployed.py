@@ -78,7 +78,8 @@ class Deployed:
         self.process.stdout.close()
 
     def wait_for(self, pattern: str, *, times: int = 1, timeout_s: float = START_S) -> re.Match[str]:
-        """The match of the `times`-th message that has one; fails with the whole log when there is none in time."""
+        """Returns the match of the `times`-th message with one; fails with the whole log when it does not come in
+        time."""
         with self._turn:
             self._turn.wait_for(lambda: len(self._matches(pattern)) >= times or self.over, timeout_s)
             matches = self._matches(pattern)
@@ -150,7 +151,7 @@ class Deployed:
         return [re.sub(r"\d+$", str(port), self.url) for port in ports] or [self.url]
 
     def wait_until(self, holds: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
-        """Asks again and again; fails when it does not come true in time."""
+        """Repeats the check; fails when it does not become true in time."""
         deadline = time.monotonic() + timeout_s
         while not holds():
             assert time.monotonic() < deadline, (
@@ -171,7 +172,7 @@ class Deployed:
         return [int(pid) for pid in told.split(", ")]
 
     def processes(self) -> dict[int, str]:
-        """Whatever carries our mark: all that it started, also what has left its family."""
+        """All processes with our mark, including those that have left their family."""
         commands: dict[int, str] = {}
         for folder in Path("/proc").iterdir():
             try:
@@ -198,7 +199,7 @@ class Deployed:
         return code
 
     def kill(self) -> None:
-        """The end of every test, whatever came of it: nothing may outlive it."""
+        """Ends every test: nothing may outlive it."""
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -208,7 +209,7 @@ class Deployed:
 
 
 def completion_tokens(events: Iterator[str]) -> int:
-    """Reads an answer of `Deployed.streaming` to its end; its tokens, as its usage counts them."""
+    """Reads an answer of `Deployed.streaming` to its end and returns its number of tokens, by its usage."""
     *_, last, done = events
     assert done == "[DONE]", last
     return int(json.loads(last)["usage"]["completion_tokens"])

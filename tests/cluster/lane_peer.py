@@ -90,13 +90,13 @@ PROMPT = KVLayout.dense(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=4, block
 
 
 def prompt_kv() -> torch.Tensor:
-    """[layers, 2, tokens, heads, head dim] of a prompt, every number another one."""
+    """[layers, 2, tokens, heads, head dim] of a prompt, with unique numbers."""
     shape = (LAYERS, 2, TOKENS, HEADS, PROMPT.parts[0].width)
     return torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
 
 
 def blocks_of(num_tokens: int, size: int) -> tuple[int, ...]:
-    """Where a worker with blocks of this size keeps a prompt: not in the order of the blocks."""
+    """The places of a prompt in a worker with blocks of this size, out of order."""
     return tuple((7 * index + 3) % 16 for index in range(-(-num_tokens // size)))
 
 

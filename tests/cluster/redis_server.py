@@ -31,7 +31,7 @@ class RedisServer:
         assert any("Ready to accept connections" in line or "+monitor" in line for line in self._process.stdout)
 
     def pause(self) -> None:
-        """It answers nobody, and its connections stand."""
+        """Stops the process, with its connections open."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -49,8 +49,8 @@ class RedisServer:
 
 
 def _free_port() -> int:
-    """Below those that the kernel hands out, as its cluster bus is, 10,000 above: nobody takes it from a Redis that is
-    down for a moment."""
+    """A port below the kernel's ephemeral ones, as its cluster bus is (10,000 above), so that no process takes it from
+    a restarting Redis."""
     while True:
         port = random.randrange(10_000, 22_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -26,8 +26,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def asked(number: int) -> dict[str, Any]:
-    """One of 16 requests; half of their prompts go through both pools. Of each kind one wants token ids; those of the
-    other may take the short cut."""
+    """One of 16 requests; half of their prompts use both pools, and half of each kind want token ids."""
     prompt = f"# {number}\n{LONG}" if number % 2 else f"# {number}\ndef read(path):\n"
     body = {"model": "demo", "prompt": prompt, "max_tokens": 64, "ignore_eos": True}
     return body | KINDS[number // 2] | {"return_token_ids": (number + number // 2) % 2 == 1}

@@ -246,8 +246,8 @@ def test_closing_does_not_wait_for_a_frozen_peer(peers: Peers, frozen: str) -> N
 def test_any_tensor_parallelism_meets_any_other(
     peers: Peers, source: tuple[int, int], destination: tuple[int, int]
 ) -> None:
-    """(ranks, tokens of a block) at both ends. Every rank of the destination has its heads of every token, bit for
-    bit, and nothing else: of a block that one source rank has sent, and of layers that came one by one."""
+    """Every rank of the destination gets its heads of every token, bit for bit, and nothing else: of blocks from one
+    source rank, and of layers that come one by one."""
     (tp, size), (tp_here, size_here) = source, destination
     receivers = peers.ranks(tp_here, size_here, LaneConfig(message_bytes=100))
     layout = replace(PROMPT, tp=tp_here, block_size=size_here)

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.cluster
 
 
 async def names(url: str, **options: Any) -> list[str]:
-    """The faults that are found at the URL, without those of this host."""
+    """The findings at the URL, without this host's."""
     seen = await asyncio.to_thread(examine, url, **options)
     return [finding.name for finding in findings(replace(seen[0], host=None))]
 
@@ -250,7 +250,7 @@ def may_mount() -> bool:
 
 
 def doctor_after(shell: str, url: str) -> list[str]:
-    """The names that `baton doctor` prints in a process whose shell has done this first."""
+    """The names that `baton doctor` prints after this shell command."""
     program = f"{sys.executable} -c 'from cluster.entry import main; main()'"
     command = f"set -e; {shell}; exec {program} doctor --json --no-probe --url {url}"
     done = subprocess.run(

@@ -58,7 +58,7 @@ async def test_a_flip_under_streams_changes_no_token(checkpoint: Path) -> None:
 
 
 async def test_a_reverted_flip_leaves_the_worker_unchanged(checkpoint: Path) -> None:
-    """With no other decode worker the sequences stay until they end: time enough to change one's mind."""
+    """Without another decode worker the sequences stay until they end, which leaves time to revert."""
     async with cluster_of(checkpoint, "decode-0") as cluster:
         may_flip(cluster)
         clients = await ask_all(cluster)

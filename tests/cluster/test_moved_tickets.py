@@ -109,7 +109,7 @@ def test_a_sequence_stays_if_its_new_worker_is_lost(here: Half, there: Distant, 
 
 
 def begin_to_pull(reader: Half | Distant, holder: Half | Distant) -> Ticket:
-    """The writer has the prompt cached; the reader reserves blocks for what it needs of it."""
+    """The writer has the prompt cached; the reader reserves blocks for the missing part."""
     holder.submit("before", PROMPT)
     while len(holder.tokens("before")) < 6:
         holder.step()
@@ -123,7 +123,6 @@ def begin_to_pull(reader: Half | Distant, holder: Half | Distant) -> Ticket:
 @TO_THERE
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_pull_from_a_lost_worker_is_computed(here: Half, there: Distant, blow: signal.Signals, shared: bool) -> None:
-    """Unless all of it has come."""
     pull = begin_to_pull(here, there)
     if shared:
         there.share(pull, PROMPT[:8])

@@ -177,7 +177,7 @@ def test_a_killed_cluster_leaves_nothing(last_four: Deployed) -> None:
 
 
 def kill(four: Deployed, kind: str, workers: Mapping[str, int], chance: random.Random) -> int:
-    """The process id. Waits until there is one: the kill before may have ended it."""
+    """Returns the process id, once a process exists after the last kill."""
     number, kind = (signal.SIGSTOP if kind.startswith(FROZEN) else signal.SIGKILL), kind.removeprefix(FROZEN)
     deadline = time.monotonic() + HEALED_S
     while True:
@@ -234,7 +234,7 @@ def status(four: Deployed) -> Any:
 
 
 def ready(four: Deployed) -> dict[str, object]:
-    """The answer of `/ready` of any gateway process that lives."""
+    """The answer of `/ready` of any live gateway process."""
     while True:
         with suppress(httpx.TransportError):  # its process was killed just now
             told: dict[str, object] = httpx.get(f"{four.url}/ready", timeout=10.0).json()

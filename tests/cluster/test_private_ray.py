@@ -59,7 +59,7 @@ asyncio.run(main())
 
 
 def _port_is_written(folder: Path) -> bool:
-    """Ray writes the port to a file of another name first, which the pattern finds too."""
+    """Ray first writes the port to a file with another name, which the pattern matches too."""
     with suppress(FileNotFoundError):  # it has been renamed
         return any(
             path.suffix == "" and path.read_text().isdigit() for path in folder.glob("r/session_*/gcs_server_port_*")

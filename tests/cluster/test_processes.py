@@ -50,13 +50,13 @@ async def until(url: str, path: str, holds: Callable[[Any], bool]) -> None:
 
 
 async def answered(url: str) -> float:
-    """The completions that the process at a port of its own has answered."""
+    """The completions answered by the process at its own port."""
     series = r'^baton_requests_total{endpoint="completions",model="demo",outcome="ok"} (\S+)$'
     return sum(map(float, re.findall(series, (await get(url, "/metrics")).text, re.MULTILINE)))
 
 
 def redis_of(baton: Deployed) -> set[int]:
-    """Its command line and environment are a title, so that `processes` does not find it."""
+    """Its command line and environment are a title, so `processes` does not find it."""
     children = Path(f"/proc/{baton.process.pid}/task/{baton.process.pid}/children").read_text().split()
     return {int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text() == "redis-server\n"}
 

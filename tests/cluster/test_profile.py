@@ -61,7 +61,7 @@ def is_device(event: dict[str, Any]) -> bool:
 
 
 def check_nesting(spans: list[dict[str, Any]]) -> None:
-    """Two spans of one thread lie within or beside one another: a viewer draws nothing else."""
+    """Spans of one thread must nest or be disjoint for a viewer."""
     threads: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for span in spans:
         threads[span["tid"]].append(span)

@@ -48,8 +48,7 @@ async def warm_up(generate: Dispatcher) -> None:
 
 @pytest.fixture(autouse=True)
 def keen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So small a model is computed about as quickly as its KV is moved: here moving costs nothing, and the measured
-    speed of a lane, which a busy machine halves, decides nothing."""
+    """Makes moving KV free: in so small a model it costs as much as computing, and a busy machine would decide."""
     monkeypatch.setattr("router.dispatch.prefix_pull.OVERHEAD_S", 0.0)
     monkeypatch.setattr("router.dispatch.prefix_pull.GAIN", 0.0)
 

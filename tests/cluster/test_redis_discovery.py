@@ -153,7 +153,7 @@ async def test_gateways_see_a_fault_until_it_ends_or_its_supervisor_dies(
 
 
 async def test_a_gateway_gets_a_runs_token_before_the_worker_joins(redis: RedisServer) -> None:
-    """A supervisor that has its token from a file announces none: its gateways have that file."""
+    """A supervisor with its token in a file announces none: its gateways have that file."""
     told: list[tuple[str, ...]] = []
 
     class Joins(Members):
@@ -221,7 +221,7 @@ async def test_workers_without_a_supervisor_stay_and_its_loss_is_named(redis: Re
 
 
 async def test_a_fleet_has_one_owner_and_the_latest_one_keeps_it(redis: RedisServer) -> None:
-    """A second `baton pools` would take the workers from the first, which would start them again."""
+    """Two supervisors would end each other's workers."""
     first, second = await supervised(redis), RedisAnnouncer(await connect(redis.url), lease_s=LEASE_S)
     await first.announce("decode-0", "h:1")
     with pytest.raises(Misconfigured) as refused:

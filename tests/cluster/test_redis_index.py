@@ -367,7 +367,7 @@ def worker_position(worker: Worker) -> tuple[int, int]:
 async def test_a_full_redis_is_logged_once_and_always_reported(
     redis: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It can be read, so that sharing would seem to begin again with every attempt."""
+    """It can be read, so every attempt to share seems to succeed."""
     caplog.set_level(logging.INFO, logger="baton.router")
     monkeypatch.setattr(prefix_redis, "PAUSE_S", 0.01)
     monkeypatch.setattr(prefix_redis, "MAX_PAUSE_S", 0.01)

@@ -23,7 +23,7 @@ CHANGED = "model.layers.0.mlp.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with other weights in one place: its KV and its tokens are others."""
+    """The demo model with one changed weight, so that its KV and tokens differ."""
     folder = tmp_path_factory.mktemp("models") / "other"
     shutil.copytree(DEMO, folder)
     weights = load_file(folder / "model.safetensors")

@@ -49,8 +49,8 @@ def client(address: str, peers: PeerTls = OURS) -> WorkerClient:
 
 
 async def refusals(address: str, metadata: Any) -> dict[str, object]:
-    """The worker's answer to every method. Nothing is sent on the stream: grpc.aio raises INTERNAL where a message is
-    written to a call that has been refused."""
+    """The worker's answer to every method. Nothing is sent on the stream, because grpc.aio raises INTERNAL for a
+    message to a refused call."""
     answers: dict[str, object] = {}
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = worker_pb2_grpc.WorkerStub(channel)
@@ -119,7 +119,6 @@ def test_a_token_that_would_be_none_is_refused_and_not_shown(token: str) -> None
 
 
 def test_the_workers_of_a_cluster_refuse_a_stranger(up: Deployed) -> None:
-    """Anybody on the machine could drain them, and read prompts out of their cache."""
     ready = r"^worker (\S+) at (\S+) is ready"
     up.wait_for(ready, times=2)  # a cluster serves when one of them does
     addresses = dict(re.findall(ready, up.log, re.MULTILINE))  # each worker's last

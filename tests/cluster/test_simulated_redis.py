@@ -21,7 +21,7 @@ def told(first_seq: int, *, incarnation: int = 3, snapshot: bool = False) -> KVE
 
 
 async def conversation(store_of: Callable[[str], Store]) -> Sequence[Any]:
-    """All that two gateways can ask of a store, and what they are answered, but for the numbers of entries."""
+    """All calls of a store by two gateways, with the answers, without the numbers of entries."""
     first, other, said = store_of("one"), store_of("other"), list[Any]()
 
     async def ask(question: Awaitable[Any]) -> None:

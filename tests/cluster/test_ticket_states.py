@@ -49,8 +49,8 @@ def decode(over: Preference, lanes: LaneConfig) -> Iterator[Half]:
 
 @pytest.fixture
 def prefill(over: Preference, lanes: LaneConfig) -> Iterator[Half]:
-    """The survivor that sends. Over gloo its patience has an end: under load, one in 65 of the sends that begin while
-    their connection ends is not told of that, and waits for `stall_s`."""
+    """The survivor that sends. Under load, one in 65 gloo sends that begin while the connection ends is not notified,
+    and waits for `stall_s`."""
     patience_s = min(lanes.stall_s, GLOO_S) if over == "collective" else lanes.stall_s
     half = Half("prefill", replace(lanes, transport=over, stall_s=patience_s))
     yield half
@@ -65,7 +65,7 @@ def other(over: Preference, lanes: LaneConfig, request: pytest.FixtureRequest) -
 
 
 def bring_to(reached: str, prefill: Half | Distant, decode: Half | Distant) -> Ticket:
-    """One of the two is here, the other one there."""
+    """Brings the ticket to one state here and to another there."""
     ticket: Ticket = decode.reserve("r", PROMPT)
     prefill.open(ticket)
     until(lambda: prefill.lanes() == ["open"] and decode.lanes() == ["open"])
@@ -130,7 +130,7 @@ def test_a_sender_whose_receiver_is_lost(prefill: Half, other: Distant, reached:
 @pytest.mark.parametrize("lanes", [PATIENT], ids=["killed"])
 @pytest.mark.parametrize("other", ["prefill"], indirect=True)
 def test_a_missing_sender_is_awaited_until_its_ticket_ends(decode: Half, other: Distant) -> None:
-    """Its gateway hears that it is gone, and gives the reservation back; the lane goes with that."""
+    """Its gateway learns of the loss and releases the reservation, and the lane ends with it."""
     decode.reserve("r", PROMPT)
     other.signal(signal.SIGKILL)
     decode.step()

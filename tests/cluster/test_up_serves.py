@@ -75,7 +75,7 @@ def test_streamed_and_whole_answers_are_the_same(up: Deployed) -> None:
 
 
 def test_an_answer_fits_the_schema_it_was_asked_for(up: Deployed) -> None:
-    """Its first token is of one pool, the others of the other; the demo model has no idea of JSON."""
+    """One pool makes its first token, the other pool the rest; the demo model does not know JSON."""
     sizes = {
         "type": "array",
         "items": {"type": "integer", "minimum": 0, "maximum": 99999},
@@ -120,7 +120,8 @@ def test_the_grpc_service_answers_too(up: Deployed) -> None:
 
 
 def test_the_doctor_finds_nothing(up: Deployed) -> None:
-    """BATON_DOCTOR_RUNS=20 examines it as often, and this host, too. Else speeds may be those of a busy machine."""
+    """With BATON_DOCTOR_RUNS=20 it runs as often, and examines this host too. Otherwise speeds may be those of a busy
+    machine."""
     runs = os.environ.get("BATON_DOCTOR_RUNS", "")
     for _ in range(int(runs or 1)):
         [seen] = examine(up.url)

@@ -104,7 +104,7 @@ def site(tmp_path: Path, redis: RedisServer) -> Iterator[Site]:
 
 
 async def ready(gateway: Deployed, versions: dict[str, str]) -> str:
-    """The gateway's address when all workers serve there, each of the version that it should have."""
+    """The gateway's address when all workers serve, each with the expected version."""
     url = await asyncio.to_thread(lambda: gateway.url)
     async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(120):
         while True:
@@ -138,7 +138,7 @@ async def ended_batch(url: str, batch_id: str) -> dict[str, int]:
 
 @asynccontextmanager
 async def streaming(service: Service) -> AsyncIterator[RolloutStreams]:
-    """Clients until the block ends: none of their streams was dropped, and each text is that of an undisturbed one."""
+    """Runs clients until the block ends; no stream may be dropped, and each text must be that of an undisturbed one."""
     over, alone, streams = asyncio.Event(), *(RolloutStreams(service, NUM_TOKENS) for _ in range(2))
     over.set()
     await asyncio.gather(*(alone.run(number, over) for number in range(NUM_STREAMS)))

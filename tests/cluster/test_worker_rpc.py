@@ -224,7 +224,7 @@ async def test_only_a_worker_that_receives_kv_can_be_reserved_on(worker: Worker)
 
 
 def ticket_for(parts: WorkerParts) -> Callable[[ReserveRequest, float], Ticket]:
-    """Reserves whatever it is asked for."""
+    """Reserves any request."""
 
     def reserve(asked: ReserveRequest, now: float) -> Ticket:
         return Ticket(
@@ -271,7 +271,6 @@ async def test_a_reservation_goes_with_the_stream_of_its_gateway(monkeypatch: py
 
 
 async def test_requests_of_a_new_stream_outlive_the_old_one() -> None:
-    """The end of a broken connection may be heard after the next one's first request, and must not end it unsaid."""
     parts = parts_of(Slow(ToyRunner(WEIGHT, BLOCK, VOCAB)))
     worker = Worker(replace(parts, reserve=ticket_for(parts)))
     await worker.start("127.0.0.1")

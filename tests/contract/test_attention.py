@@ -185,7 +185,7 @@ class Filled:
         return torch.cat(outputs)
 
     def _cached(self, kv: torch.Tensor, cached: int, here: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a row as the cache stands for them, the tokens from `cached` on turned."""
+        """A row's keys and values as the cache would return them, rotated from token `cached` on."""
         cos_TP, sin_TP = (part[here] for part in self.rotation)
         if self.kv_dtype == "auto":
             k_CKD, v_CKD = kv.double()
@@ -244,7 +244,7 @@ def test_cached_8_bit_keys_and_values_have_their_rounded_value(name: str, seed: 
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_broken_token_breaks_every_token_that_sees_it(name: str, number: float, kv_dtype: KVDtype) -> None:
-    """In any type of the cache: a sampler sees that a logit is no number, and never a plausible one."""
+    """In any cache type: a sampler gets NaN, never a plausible number."""
     case = Case(rows=((3, 9), (1, 9)), block_size=4, num_heads=2, num_kv_heads=1, head_dim=16, window=None, seed=3)
     filled = Filled(case, torch.float32, device_of(name), kv_dtype=kv_dtype)
     caches = filled.storage.keys(1), filled.storage.values(1)

@@ -79,7 +79,6 @@ def test_a_lane_given_up_by_its_sender_reopens_without_loss(make_site: Sites) ->
 
 
 def test_a_lane_that_is_needed_again_before_it_has_ended_stays(make_site: Sites) -> None:
-    """Whatever comes first, the end or the new ticket: what is offered arrives."""
     site = make_site()
     sender, receiver, ticket = meet(site)
     for index in range(10):
@@ -117,7 +116,7 @@ def test_an_expected_source_connects_although_its_lane_was_closing(make_site: Si
 
 
 def test_all_ranks_part_and_meet_again(make_site: Sites) -> None:
-    """Two on each side, told one after the other, as a worker's are: what was sent has arrived everywhere."""
+    """Two ranks on each side part one after the other; earlier payloads have arrived everywhere."""
     layout = replace(LAYOUT, tp=2)
     site = make_site()
     leader = site.receiver(address("d0"), layout=layout)
@@ -140,7 +139,7 @@ def test_all_ranks_part_and_meet_again(make_site: Sites) -> None:
 
 
 def freeze(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The sender's wire stops saying anything, as if its process had been stopped, until the event is set."""
+    """Stops the sender's wire until the event is set, as if its process were stopped."""
     thawed = threading.Event()
     send = LaneWire.send
 

@@ -41,8 +41,8 @@ def today() -> float:
 
 @pytest.fixture
 def ledger(ledger_at: Where) -> Where:
-    """Six days of two tenants, of a fleet that changes, and of two workers, of which one starts anew; each has counts
-    before a gateway met it."""
+    """Six days of two tenants, a changing fleet and two workers, one of which restarts; each has counts from before a
+    gateway met it."""
     store = LedgerStore(ledger_database(ledger_at))
     for number in range(NUM_DAYS * 48):
         at_s, tenant = START + 1800.0 * number + number, f"t{number % 2}"
@@ -131,7 +131,6 @@ def test_a_page_ending_within_an_hour_includes_all_before(ledger: Where) -> None
 
 
 def test_a_page_without_buckets_is_empty_before_that_time_too(ledger: Where) -> None:
-    """One of which `end_time` is its first bucket's beginning, or earlier."""
     delete_old(ledger)
     with closing(ledger_database(ledger)) as database:
         asked = PageQuery(start_s=START, end_s=START, width_s=DAY, count=7, by=())
@@ -139,7 +138,7 @@ def test_a_page_without_buckets_is_empty_before_that_time_too(ledger: Where) -> 
 
 
 def test_a_negative_number_of_days_is_refused() -> None:
-    """It would delete the rows of today."""
+    """It would delete today's rows."""
     with pytest.raises(Misconfigured, match="keep_days"):
         LedgerConfig(keep_days=-1)
 
@@ -161,7 +160,7 @@ def change_sums(where: Where, change: str) -> None:
 
 
 def test_a_later_version_keeps_the_sums_of_deleted_rows(ledger: Where) -> None:
-    """One with columns that this database has not."""
+    """A version with further columns."""
     before = reports(ledger)
     delete_old(ledger)
     change_sums(ledger, "ALTER TABLE {table} DROP COLUMN drafted_tokens")
@@ -175,7 +174,6 @@ def test_a_later_version_keeps_the_sums_of_deleted_rows(ledger: Where) -> None:
 
 
 def test_a_later_version_may_come_while_rows_are_deleted(ledger: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old rows that are still there are in the sums that are kept."""
     before = reports(ledger)
     monkeypatch.setattr(retention, "CHUNK", 10)
     monkeypatch.setattr(store_module, "MAX_CHUNKS", 1)
@@ -190,7 +188,6 @@ def test_a_later_version_may_come_while_rows_are_deleted(ledger: Where, monkeypa
 
 
 def test_an_earlier_version_adds_up_the_groups_that_it_has_not(ledger: Where) -> None:
-    """A later one told more of them apart."""
     before = reports(ledger)
     delete_old(ledger)
     change_sums(

@@ -112,7 +112,7 @@ def test_an_invalid_database_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_new_file_may_be_opened_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SQLite itself does not wait where another one writes in a file that has no write-ahead log yet."""
+    """SQLite itself does not wait for another process that writes in a file without a write-ahead log."""
     with closing(sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         monkeypatch.setattr("router.database.sqlite.time.sleep", lambda _: other.execute("COMMIT"))
@@ -159,7 +159,7 @@ def test_cost_is_use_plus_idle_time(ledger: Where) -> None:
 
 
 def test_each_kind_of_tokens_has_its_charge_and_cost(ledger_at: Where) -> None:
-    """Rows of earlier versions do not tell what was charged for which."""
+    """Rows of earlier versions have no charges by kind."""
     store = store_at(ledger_at)
     kinds: dict[str, Any] = {"charged_input_usd": 0.25, "charged_cached_usd": 0.125, "charged_output_usd": 0.5}
     for number, charged in enumerate(({"charged_usd": 0.875} | kinds, {"charged_usd": 2.0})):
@@ -191,7 +191,7 @@ def test_the_devices_of_several_models_are_added_up(ledger_at: Where) -> None:
 
 
 def test_workers_counts_are_reported_beside_the_rows(ledger_at: Where) -> None:
-    """A worker that ran before the ledger did, one that starts anew, and two gateways that look at different times."""
+    """One worker ran before the ledger, one restarts, and two gateways look at different times."""
     store, minute = store_at(ledger_at), int(ROW.at_s) // 60
     for worker, incarnation, after, prompt, output in (
         ("decode-0", 1, 0, 7_000, 5_000), ("decode-0", 1, 2, 7_100, 5_020), ("decode-0", 1, 2, 7_050, 5_010),

@@ -127,7 +127,7 @@ def test_bytes_arrive_whatever_their_number(lane: Opens, kind: Preference, num_b
 @KINDS
 @pytest.mark.parametrize(("num_sources", "num_destinations"), [(1, 2), (2, 1), (2, 4)])
 def test_every_rank_reaches_every_peer(lane: Opens, kind: Preference, num_sources: int, num_destinations: int) -> None:
-    """Each source sends each destination a header and a payload of their own, all at the same time."""
+    """Each source sends each destination its own header and payload, all at the same time."""
     many = lane(num_sources, num_destinations)
     links = many.open(kind)
 
@@ -179,7 +179,7 @@ def test_a_wait_for_a_silent_peer_ends(lane: Opens, kind: Preference) -> None:
 
 
 def test_payloads_may_go_through_host_memory(lane: Opens) -> None:
-    """All of a payload's parts are under way at once, and every buffer comes back, but for one that is not done."""
+    """All parts of a payload are in transit at once, and every buffer is returned except an unfinished one."""
     links = lane(1, 1).open("collective")
     host = [Staging(device="cpu", max_bytes=2**20, pinned=True) for _ in links]
     source, destination = (HostStaged(link.payloads, memory) for link, memory in zip(links, host, strict=True))
@@ -281,7 +281,7 @@ def test_a_lane_that_ends_while_it_is_opened_leaves_no_socket(lane: Opens, monke
 
 
 def our_shm_sockets() -> list[str]:
-    """Inodes of what this process listens and answers with at doors."""
+    """Inodes of this process's listening and answering sockets."""
     ours = {str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
     rows = [row.split() for row in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return [row[6] for row in rows if row[-1].startswith("@baton-kv-") and f"socket:[{row[6]}]" in ours]

@@ -93,7 +93,7 @@ def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_servers_clock_is_used(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the leases of hosts whose clocks differ mean the same."""
+    """Leases mean the same on hosts with different clocks."""
     right = PostgresDatabase(postgres_url, "batches", prepare)
     now_s = right.now_s()
     monkeypatch.setattr("router.database.postgres.time.time", lambda: 1000.0)

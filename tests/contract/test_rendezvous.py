@@ -115,7 +115,7 @@ def test_a_wait_ends_when_a_look_finds_that_it_is_in_vain(client: Client) -> Non
 
 
 def test_lanes_that_nobody_asks_for_are_forgotten_in_the_end(server: RendezvousServer, client: Client) -> None:
-    """A worker that is restarted again and again leaves something behind each time."""
+    """A worker that restarts often leaves a lane each time."""
     remaining = client("p0#0>d0#1/")
     remaining.set("epoch", "7")
     other = client("")
@@ -184,7 +184,6 @@ def test_a_number_that_is_none_costs_the_connection_only(client: Client) -> None
 
 
 def test_a_server_that_did_not_answer_in_time_is_not_asked_again() -> None:
-    """Its late answer would be taken for that to the next question."""
     with socket.create_server(("127.0.0.1", 0)) as slow:
         with ThreadPoolExecutor(1) as pool:
             made = pool.submit(

@@ -136,7 +136,7 @@ def test_chunks_of_a_lost_lane_are_dropped_except_kept_ones(lanes: Lanes) -> Non
 
 
 def test_a_rank_that_dies_while_staging_is_full_is_a_lost_lane(lanes: Lanes) -> None:
-    """Payloads of rank 0 wait for those of rank 1, which never come, and fill all room."""
+    """Payloads of rank 0 wait for rank 1's, which never come."""
     lanes.receiver.expect(lanes.senders[0].address, TWO)
     for index in range(5):
         lanes.offer(0, chunk("r", index), numbers(0))

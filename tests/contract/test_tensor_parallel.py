@@ -55,7 +55,7 @@ def test_sums_and_gathered_parts_are_the_same_on_every_rank(size: int) -> None:
 
 
 def test_actions_before_closing_find_the_group_open() -> None:
-    """NCCL waits for graphs with its collectives, so they are destroyed while there is a group."""
+    """NCCL waits for graphs with its collectives, so they are destroyed first."""
     sums: list[float] = []
 
     def closed(group: TensorParallel) -> None:
@@ -91,8 +91,6 @@ def test_sums_under_way_are_there_once_waited_for(size: int) -> None:
 
 
 def test_the_least_of_numbers_is_found_without_the_devices(size: int) -> None:
-    """A step that they compute, or a rank lost among them, holds no number up."""
-
     def program(group: TensorParallel) -> list[int]:
         if isinstance(group, RankGroup):
             group._tensors = None

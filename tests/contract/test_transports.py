@@ -240,7 +240,7 @@ def test_an_idle_lane_lasts(over: str) -> None:
 
 
 def test_cancelled_chunks_are_not_sent(site: Site) -> None:
-    """Nobody has come to the other end, so all of it still waits here."""
+    """Nobody is connected at the other end."""
     sender, receiver = site.sender(address("p0")), site.receiver(address("d0"))
     gone, stays = ticket_for(receiver, ticket_id="gone"), ticket_for(receiver, ticket_id="stays")
     if site._exchange is not None:
@@ -264,7 +264,7 @@ def test_cancelled_chunks_are_not_sent(site: Site) -> None:
 
 def test_staging_is_bounded_at_both_ends(over: str) -> None:
     """Each end stages two payloads, and a ring as many as it has slots. The sender then refuses offers until the
-    receiver takes a payload, and none is lost."""
+    receiver takes a payload; none is lost."""
     bound = 4 + (NUM_SLOTS if over == "shm" else 0)
     site = Site(over, LaneConfig(heartbeat_s=0.05, max_staged_bytes=2 * BLOCK_BYTES))
     sender, receiver, ticket = meet(site)
@@ -331,7 +331,7 @@ def test_waiting_ranks_meet_ranks_that_come_later(over: str) -> None:
 
 
 def test_tensor_parallel_ranks_pair_up(over: str) -> None:
-    """Rank i of the source meets rank i of the destination; a follower may be asked before its bytes are there."""
+    """Rank i of the source meets rank i of the destination; a follower may be queried before its bytes arrive."""
     layout = replace(LAYOUT, tp=2)
     site = Site(over, LaneConfig(heartbeat_s=0.05))
     leader = site.receiver(address("d0"), layout=layout)

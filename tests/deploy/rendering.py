@@ -48,7 +48,7 @@ class Rendered:
 
     @property
     def templates(self) -> dict[str, Manifest]:
-        """Every pod template, by the name of what makes its pods. Ray's get the label that KubeRay adds."""
+        """Every pod template, by the object that makes its pods. Ray's have the label that KubeRay adds."""
         by_name = {name: value["spec"]["template"] for name, value in self.of("Deployment").items()}
         by_name["head"] = self.ray["headGroupSpec"]["template"]
         return by_name | {pool: group["template"] for pool, group in self.groups.items()}
@@ -115,7 +115,7 @@ CUSTOM = {
 
 
 def check_schemas(shape: Rendered) -> None:
-    """Strictly, a custom resource's and those of the pods in it, too. Skips where a schema is not at hand."""
+    """Checks schemas strictly, also of pods in custom resources. Skips if a schema is missing."""
     for manifest in shape.manifests:
         if manifest["kind"] in CUSTOM:
             crd_validator(*CUSTOM[manifest["kind"]]).validate(manifest)

@@ -35,8 +35,8 @@ Combine = Callable[..., Rendered]
 
 @pytest.fixture(scope="module")
 def combined(tmp_path_factory: pytest.TempPathFactory) -> Combine:
-    """Renders a shape with components, and more of a kustomization, from a copy of deploy/k8s in which secrets.sh has
-    written its files."""
+    """Renders a shape with components, and further entries of a kustomization, from a copy of deploy/k8s with the files
+    of secrets.sh."""
     version = yaml.safe_load(subprocess.check_output(["kubectl", "version", "--client", "-o", "yaml"], text=True))
     if tuple(int(version["clientVersion"][part].rstrip("+")) for part in ("major", "minor")) < (1, 21):
         pytest.skip("kubectl before 1.21 knows no components")
@@ -82,7 +82,7 @@ def test_a_component_renders_and_follows_the_schemas(combined: Combine, name: st
 
 
 def test_the_examples_of_the_documents_render(combined: Combine) -> None:
-    """Where the model is named as the page says, it is that one which is fetched."""
+    """The fetched model is the one that the page names."""
     for example in documented("resources"):
         names = [Path(folder).name for folder in example.get("components", ())]
         more = {key: value for key, value in example.items() if key not in ("resources", "components")}

@@ -29,7 +29,6 @@ def read_stages() -> dict[str, list[str]]:
 
 
 def test_dependencies_are_installed_before_any_source_is_copied() -> None:
-    """A change of Baton's own code repeats no download: the layer of the dependencies depends on none of it."""
     build = read_stages()["build"]
     [installs] = [number for number, line in enumerate(build) if "--dependencies-only" in line]
     before = {word for line in build[:installs] if line.startswith("COPY") for word in line.split()[1:-1]}

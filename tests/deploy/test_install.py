@@ -120,7 +120,7 @@ def test_a_machine_with_a_driver_gets_cuda(machine: Machine) -> None:
 
 @pytest.mark.parametrize(("build", "constraints"), [("cpu", "constraints.txt"), ("cuda", "constraints-cuda.txt")])
 def test_the_build_can_be_named(machine: Machine, build: str, constraints: str) -> None:
-    """An image is built on a machine that need not be like those it runs on."""
+    """The building machine need not resemble the running ones."""
     machine.give_driver()
     _, calls = machine.run("--torch", build, "--dependencies-only")
     assert str(ROOT / constraints) in calls[-1]

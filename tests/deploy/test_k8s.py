@@ -221,7 +221,7 @@ def test_budgets_cover_their_pods_and_allow_one_disruption(shape: Rendered) -> N
 
 
 def nodes_of(shape: Rendered) -> list[tuple[str, dict[str, float]]]:
-    """The resources of each Ray pod, as KubeRay tells `ray start`."""
+    """The resources of each Ray pod, as KubeRay passes them to `ray start`."""
     offered = [("head", {"CPU": float(shape.ray["headGroupSpec"]["rayStartParams"]["num-cpus"])})]
     for pool, group in shape.groups.items():
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]

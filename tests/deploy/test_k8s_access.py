@@ -133,7 +133,7 @@ Ways = dict[str, dict[str, set[tuple[int, int]]]]
 
 
 def ways_of(shape: Rendered, direction: str, side: str) -> Ways:
-    """The other pods that each pod may meet, at which ports (first and last; none named: all)."""
+    """The allowed ports between pods (first and last; none: all)."""
     ways: Ways = {}
     for policy in shape.of("NetworkPolicy").values():
         own = selected(shape, policy["spec"]["podSelector"])
@@ -186,7 +186,6 @@ def test_gateways_reach_no_port_of_ray(shape: Rendered) -> None:
 
 
 def test_grpc_clients_find_every_gateway(shape: Rendered) -> None:
-    """A cluster IP would pin a client, which keeps one connection, to one of them."""
     services = shape.of("Service")
     assert services["gateway-grpc"]["spec"]["clusterIP"] == "None"
     assert [port["targetPort"] for port in services["gateway-grpc"]["spec"]["ports"]] == ["grpc"]

@@ -159,7 +159,6 @@ def test_dashboards_can_be_imported_anywhere() -> None:
 
 
 def test_a_chart_of_pools_or_workers_shows_every_model() -> None:
-    """Each gateway counts the whole pool of a model: the highest count of a pool over all models is no pool's."""
     panels = [panel for dashboard in dashboards() for panel in dashboard.panels]
     per_pool = [(query, legend) for panel in panels for query, legend in panel.queries if "max by (" in query]
     assert per_pool

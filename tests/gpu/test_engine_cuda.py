@@ -37,7 +37,7 @@ PROMPTS = [prompt_of(length) for length in LENGTHS]
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """On the CPU, in fp32: what must come out wherever it is computed."""
+    """The expected result, on the CPU in float32."""
     oracles: dict[str, tuple[Path, list[list[int]]]] = {}
 
     def ask(family: str) -> tuple[Path, list[list[int]]]:
@@ -110,7 +110,7 @@ def test_seeded_sampling_gives_the_cpus_tokens(oracle: Oracle) -> None:
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def test_keys_and_values_in_8_bits_give_the_cpus_tokens(oracle: Oracle, kv_dtype: KVDtype) -> None:
-    """The first ones: a key that is turned otherwise in its last bit is rounded to another step now and then."""
+    """Only the first tokens: a key that differs in its last bit may be rounded to another step."""
     folder, _ = oracle("qwen3")
     torch.backends.cuda.matmul.allow_tf32 = False
     settings: dict[str, Any] = {"num_blocks": 200, "kv_dtype": kv_dtype}

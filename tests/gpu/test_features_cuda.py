@@ -182,7 +182,7 @@ def test_greedy_tokens_of_a_family_are_the_oracles(tmp_path: Path, family: str) 
 def test_windows_free_their_pages(
     tmp_path: Path, family: str, overrides: dict[str, Any], num_groups: int, num_blocks: int
 ) -> None:
-    """128 tokens, in a cache that would not hold them if nothing were freed."""
+    """128 tokens in a cache that is too small unless pages are freed."""
     prompts = [random_tokens(length, seed=length) for length in (41, 104)]
     expected = oracle_answers(make_checkpoint(family, tmp_path, **overrides), prompts, 24)
     settings: dict[str, Any] = {"block_size": 8, "max_model_len": 128, "prefill_chunk": 16}

@@ -39,7 +39,7 @@ def small(folder: Path, **settings: object) -> WorkerConfig:
 
 
 def test_blocks_come_back_while_others_are_overwritten() -> None:
-    """Several pieces each way; what is gathered is overwritten at once, what is loaded is read at once."""
+    """Several pieces each way; copied blocks are overwritten, and loaded ones read, at once."""
     layout = KVLayout.dense(num_layers=4, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
     storage = KVStorage(layout, num_blocks=600, device="cuda")
     assert 256 * storage.block_bytes > PIECE_BYTES

@@ -63,7 +63,7 @@ def test_earlier_writes_are_read_while_a_step_computes() -> None:
 
 
 def test_a_read_waits_for_other_writes() -> None:
-    """KV that has arrived is queued behind the step under way: who reads it waits for both."""
+    """KV that has arrived is queued after the running step: its reader waits for both."""
     storage = KVStorage(LAYOUT, num_blocks=6, device="cuda")
     payload = storage.read(WHOLE, lambda num_bytes: memory("cuda", num_bytes)) + 1.0
     for _ in range(2):

@@ -137,7 +137,7 @@ def _push_all(port: int, device: str) -> None:
 
 
 def _land_all(pipe: Connection, rank: int, who: LaneAddress, device: str) -> None:
-    """One rank of the destination: says where it is met, then what is in its cache in the end."""
+    """Lands all chunks on one destination rank; prints its address, then its cache."""
     os.environ.update(NCCL_HOSTID=f"destination{rank}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
     layout, bell = replace(PROMPT, tp=2), threading.Event()
     config = LaneConfig(transport="collective", message_bytes=100, stall_s=30.0)
@@ -161,7 +161,7 @@ def _land_all(pipe: Connection, rank: int, who: LaneAddress, device: str) -> Non
 
 @pytest.mark.parametrize("device", ["cuda:0"])
 def test_one_rank_meets_two_over_nccl(device: str) -> None:
-    """Each of the two gets its heads of every token, bit for bit."""
+    """Each of the two ranks gets its heads of every token, bit for bit."""
     context, ends, processes = multiprocessing.get_context("spawn"), [], []
     who = address("d0", 1)
     for rank in range(2):

@@ -48,7 +48,7 @@ def _send_for_ever(incarnation: int, destination: LaneAddress) -> None:
 
 
 def _await(receiver: CollectiveReceiver, bell: threading.Event, kind: type[Arrived] | type[LaneLost]) -> None:
-    """Takes what comes until there is one of a kind."""
+    """Takes arrivals until one of a kind."""
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
         bell.wait(0.1)

@@ -49,8 +49,7 @@ def _replay_over_nccl(rank: int, port: int) -> float:
 
 
 def test_an_all_reduce_is_recorded_and_replayed() -> None:
-    """The all-reduce of a decode step's graph, after one that is not recorded. Each replay adds what the other rank
-    has."""
+    """A decode step's all-reduce, first not recorded. Each replay adds the other rank's values."""
     store = open_store("127.0.0.1")
     store.close()
     port = store.port

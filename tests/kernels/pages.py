@@ -47,7 +47,7 @@ class Pages:
         self.q_TND = normal(self.query_starts[-1], num_kv_heads * group, dim, dtype=dtype, seed=seed + 1)
 
     def poisoned(self) -> torch.Tensor:
-        """An output in which it shows what was not written."""
+        """An output filled with a value that shows unwritten places."""
         return torch.full_like(self.q_TND, float("nan"))
 
     def exact(

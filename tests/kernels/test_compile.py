@@ -100,7 +100,6 @@ def test_attention_multiplies_on_matrix_units_while_it_loads(compiled: tuple[int
 def test_quantised_products_multiply_on_matrix_units_while_they_load(
     compiled: tuple[int, list[dict[str, Any]]],
 ) -> None:
-    """A copy is a tile of one operand: with two for each step, several steps are under way."""
     capability, costs = compiled
     names = "_grouped", "_bytes", "_code_experts", "_byte_experts"
     products = [cost for cost in costs if cost["kernel"] in names]
@@ -133,7 +132,7 @@ def test_a_code_of_four_bits_takes_few_instructions(compiled: tuple[int, list[di
     ],
 )
 def test_a_warm_model_compiles_nothing(family: str, quantize: str, kv_dtype: str, pytestconfig: pytest.Config) -> None:
-    """Whatever the number of rows, tokens and blocks: a request would wait for the compiler, on all ranks."""
+    """Otherwise a request would wait for the compiler, on all ranks."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = [sys.executable, "-m", "tests.kernels.specialised", family, quantize, kv_dtype]
     output = subprocess.check_output(program, cwd=pytestconfig.rootpath, env=environment, text=True)

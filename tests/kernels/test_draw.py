@@ -103,7 +103,7 @@ def test_every_kept_token_is_drawn_and_no_other(
 
 
 def test_a_strided_view_is_read_where_it_lies() -> None:
-    """Logits of a vocabulary that is padded for its ranks are such a view."""
+    """Logits of a vocabulary padded for its ranks are such a view."""
     wide = torch.randn(3, 100, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     params = [SamplingParams(temperature=0.0)] * 3
     assert drawn(wide[:, :90], samples_of(params)) == wide[:, :90].argmax(dim=1).tolist()

@@ -42,7 +42,7 @@ def test_every_pair_is_in_a_tile_of_its_expert(num_pairs: int, num_experts: int,
 
 @pytest.mark.parametrize(("num_tokens", "slots", "num_experts"), [(1, 3, 7), (9, 2, 5), (40, 2, 2)])
 def test_the_sum_of_each_tokens_experts(num_tokens: int, slots: int, num_experts: int, dtype: torch.dtype) -> None:
-    """The last expert is another rank's; one token's weights are NaN; each expert has a bias where there are few."""
+    """The last expert is on another rank; one token's weights are NaN."""
     hidden, width, biased = 72, 40, num_experts < 7
     own = range(num_experts - (num_experts > 2))
     gate_up = {expert: normal(2 * width, hidden, dtype=dtype, seed=expert) * hidden**-0.5 for expert in own}
@@ -87,7 +87,7 @@ FORMS: dict[str, Callable[[int], QuantisedWeight]] = {
 
 
 def ordered(weight: QuantisedWeight, seed: int) -> QuantisedWeight:
-    """Each expert has an order of its own."""
+    """Gives each expert its own order."""
     order_I = torch.randperm(weight.num_inputs, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     return replace(weight, order_I=order_I)
 
@@ -111,7 +111,7 @@ def kernel_of(weight: QuantisedWeight) -> QuantisedProduct:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_tokens", [5, 80])
 def test_each_pair_has_the_product_with_its_own_expert(form: str, num_tokens: int) -> None:
-    """Another rank has the last expert. Tiles of few rows, and of many."""
+    """The last expert is on another rank. Tiles have few rows, and many."""
     slots, num_experts = 2, 3
     weights = {expert: FORMS[form](expert) for expert in range(num_experts - 1)}
     biases = {expert: normal(70, dtype=NARROW, seed=expert) for expert in weights}

@@ -57,7 +57,7 @@ class Trial:
         )
 
     def serve(self, steps: list[tuple[int, ...]]) -> list[list[int]]:
-        """Each step is launched before the one before it is fetched, as in an engine."""
+        """Launches each step before fetching the last one."""
         previous: tuple[int, ...] = ()
         waiting = None
         for step in steps:

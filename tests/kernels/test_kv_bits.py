@@ -93,7 +93,6 @@ def test_scores_are_capped_behind_their_scales(kind: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_each_byte_has_its_fp8_value(kind: torch.dtype, dtype: torch.dtype) -> None:
-    """The result of one position is its value."""
     pages = RoundedPages([(1, 1)] * 2, kind, dtype=dtype, dim=128, group=1, num_kv_heads=1)
     bytes_BD = torch.arange(256).view(2, 128).to(torch.uint8)
     wanted_BD = bytes_BD.view(kind).float()

@@ -55,7 +55,7 @@ def test_shapes(dtype: torch.dtype, group: int, dim: int, block_size: int) -> No
 
 
 def test_more_parts_than_are_reduced_at_once(dtype: torch.dtype) -> None:
-    """The weightiest key stands in the last part: what was added up before it is scaled down."""
+    """The weightiest key is in the last part, so earlier sums are scaled down."""
     pages = Pages([(1, 1170)], dtype=dtype, group=2, num_kv_heads=1, dim=32)
     last_block = int(pages.block_tables_SB[0, 1169 // 16])
     pages.k_cache[last_block, 0, 1169 % 16] = pages.q_TND[0, 0] * 3
@@ -65,7 +65,7 @@ def test_more_parts_than_are_reduced_at_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 33, 100, 1000])
 def test_contexts_of_any_length_and_windows(dtype: torch.dtype, window: int | None) -> None:
-    """Tiles of 64 and items of 64 positions: ends before, on and behind their borders."""
+    """Tiles and items of 64 positions: ends before, on and after their borders."""
     pages = Pages([(1, context) for context in (1, 63, 64, 65, 128, 193)], dtype=dtype)
     ours = decode(
         pages, list(range(6)), window=window, min_item=64, tile=Tile(rows=16, positions=64, warps=4, stages=3)

@@ -38,7 +38,7 @@ def weight_of(
     table: bool = False,
     seed: int = 0,
 ) -> QuantisedWeight:
-    """Random. With `factors` scales are those of so many groups, times one of each group."""
+    """A random weight. With `factors` a scale is that of a group of groups, times the group's own."""
     generator = torch.Generator().manual_seed(seed)
     codes_OI = torch.randint(2**bits, (outputs, inputs), generator=generator).to(torch.uint8)
     groups = -(-inputs // group)
@@ -114,7 +114,7 @@ def test_every_form_of_groups(form: str) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_unit_that_is_read_has_its_numbers(form: str) -> None:
-    """Also those behind the last input: a number that is not there may be NaN, and NaN times no input is NaN."""
+    """Also those after the last input: a missing number may be NaN, and NaN times 0 is NaN."""
     codes = packed(FORMS[form])
     num_units = codes.num_positions // (codes.fields_per_unit * codes.field)
     for numbers in (codes.scale, *([codes.minimum] if codes.minimum else [])):
@@ -143,7 +143,6 @@ def test_many_rows(form: str, rows: int) -> None:
 
 
 def test_an_order_of_inputs_permutes_them_once() -> None:
-    """Groups of other lengths begin with a unit of positions: what is between them has weight zero."""
     plain = weight_of(zeros=True, inputs=192, group=64)
     order_I = torch.randperm(192, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     starts = torch.tensor([0, 70, 134, 192], device=DEVICE)
@@ -168,7 +167,7 @@ def test_shares_of_a_sum_are_added_in_one_order() -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="there streams are the device's")
 def test_a_launch_of_another_stream_has_other_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One weight in two launches at once: what has arrived in one of them does not count in the other."""
+    """One weight in two launches at once, with separate counters."""
     codes, x_TI = packed(weight_of(inputs=1024, outputs=64), multiprocessors=2), normal(3, 1024, dtype=NARROW)
     expected_TO = grouped_product(x_TI, codes)
     streams = iter([7, 8])
@@ -248,7 +247,6 @@ def test_weights_and_inputs_of_one_byte(name: str, rows: int, inputs: int) -> No
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_a_broken_input_breaks_its_whole_row(name: str, number: float) -> None:
-    """In kernel, twin, plain torch and the compiled CPU kernels: a sampler sees it, and no other row has it."""
     rounding = ROUNDINGS[name]
     weight = bytes_of(rounding.levels, 64, 256, 1 if rounding.levels == "int8" else 2, rounding)
     codes = packed_bytes(weight, 2, fp8_units=False)

@@ -50,7 +50,7 @@ def turned(x_THD: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor) -> t
 
 
 def test_it_rounds_as_its_twin_does(dtype: torch.dtype) -> None:
-    """Both compute in float32: a chunk on one backend and the next on another make one cache."""
+    """Both compute in float32, so that both backends can write one cache."""
     q_TND, k_TKD, v_TKD = (normal(6, heads, 64, dtype=dtype, seed=seed) for seed, heads in enumerate((4, 2, 2)))
     angles_TP, slots_T = normal(6, 32, dtype=torch.float32), torch.arange(6, device=DEVICE)
     results = []

@@ -88,7 +88,7 @@ def test_greedy_tokens_of_quantised_layers_are_the_oracles(tmp_path: Path, monke
 
 @pytest.mark.skipif(ON_GPU, reason="there float32 inputs are rounded to the type of matrix units")
 def test_greedy_tokens_of_quantised_experts_are_the_oracles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a layer's experts in one product, so that no step waits for the host to pick them."""
+    """All experts of a layer are one product, so no step waits for the host."""
     oracle = write_with_oracle("mixtral", tmp_path, gptq(4, 32), gptq_config(4, 32), num_hidden_layers=1)
     monkeypatch.setattr(kernels_for("cuda"), "quantised_product", product_choice.quantised_product)
     monkeypatch.setattr("workers.weights.formats.quantised_matrix.can_pack", lambda weight, dtype: False)

@@ -39,7 +39,7 @@ class Peer:
         self._reader.start()
 
     def hear(self, word: str) -> str:
-        """The rest of the next line that begins with this word; what was said before it is forgotten."""
+        """Waits for the next line that begins with this word and returns the rest; earlier lines are dropped."""
         while True:
             line = self._lines.get(timeout=PATIENCE_S)
             assert line, "the peer has ended"

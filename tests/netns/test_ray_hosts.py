@@ -87,7 +87,7 @@ class RayHosts:
         assert self._ray(HEAD, f"--temp-dir={self._folder / 'ray'}", *options).wait(START_S) == 0
 
     def nodes(self, *numbers: int) -> None:
-        """Ray nodes that offer the resource of one pool each, with the ports of the manifests."""
+        """Ray nodes with the resource of one pool each, and the ports of the manifests."""
         starting = []
         for number in numbers:
             pool = POOLS[number]

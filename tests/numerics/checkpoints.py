@@ -233,7 +233,7 @@ def make_checkpoint(
 
 
 def make_uneven(model: Any, name: str, router_XE: torch.nn.Parameter) -> None:
-    """Experts of uneven popularity, and a pair that every token scores alike: the last one is a copy of the first."""
+    """Gives experts uneven popularity, and a tie: the last one is a copy of the first."""
     torch.nn.init.normal_(router_XE, std=0.3)
     with torch.no_grad():
         router_XE[1] *= 3

@@ -25,7 +25,7 @@ PROMPTS = [[5, 9, 200], list(range(3, 40)), [77] * 20]
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Its tokens are bytes and some longer pieces; a model of VOCAB_SIZE has ids that it does not know."""
+    """A tokenizer of bytes and some longer pieces; a model of VOCAB_SIZE has further ids."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     mapped = [piece.replace(" ", "Ġ") for piece in PIECES]
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<s>", "</s>", *alphabet, *mapped])}

@@ -36,7 +36,7 @@ class Answer:
 
 @contextmanager
 def ranks_of(config: WorkerConfig) -> Iterator[list[LoadedRank]]:
-    """All ranks of a worker, each opened on a thread of its own."""
+    """Opens all ranks of a worker, each on its own thread."""
     store = open_store("127.0.0.1")
     stores = [store, *(find_store("127.0.0.1", store.port, key=store.key) for _ in range(1, config.tp))]
 
@@ -91,7 +91,7 @@ def answer(
 def oracle_answers(
     model: Any, prompts: Sequence[Sequence[int]], num_tokens: int = 64, **generation: Any
 ) -> list[list[int]]:
-    """Greedy, by transformers. Asserts that no choice was so close that rounding could turn it."""
+    """Greedy answers of transformers. Asserts that no choice is so close that rounding decides it."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])

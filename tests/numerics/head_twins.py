@@ -89,7 +89,7 @@ def make_medusa(folder: Path, num_heads: int = 3, seed: int = 7, **config: Any) 
 
 
 def add_mtp(folder: Path, seed: int = 9) -> None:
-    """Appends a layer for multi-token prediction to a checkpoint, which is like its last one."""
+    """Appends a multi-token prediction layer, a copy of the last layer."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     config = json.loads((folder / "config.json").read_text())

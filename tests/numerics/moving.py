@@ -98,7 +98,7 @@ def disaggregated(prefill: WorkerConfig, decode: WorkerConfig) -> Iterator[tuple
 def handed_over(
     first: Worker, then: Worker, prompt: Sequence[int], sampling: SamplingParams, request_id: str = "r"
 ) -> list[int]:
-    """The tokens of a sequence whose prompt the one worker computes, and whose answer the other."""
+    """The tokens of a sequence that is handed over after its prompt."""
     prompt_ids = tuple(prompt)
     ticket = then.reserve(request_id, prompt_ids, first)
     request = GenerateRequest(request_id=request_id, prompt_ids=prompt_ids, sampling=sampling, ticket=ticket)

@@ -54,7 +54,7 @@ class PagedRun:
         self._lens: dict[str, int] = {}
 
     def step(self, rows: Sequence[Row], adapters: Sequence[str] = ()) -> list[torch.Tensor]:
-        """Logits of every token, [tokens, vocab] for each row; `adapters` has an id or "" for each."""
+        """Logits of every token, [tokens, vocab] for each row; `adapters`: an id or "" for each row."""
         counts = [len(token_ids) for _, token_ids, _ in rows]
         return list(torch.split(self.logits(rows, range(sum(counts)), adapters), counts))
 
@@ -71,7 +71,7 @@ class PagedRun:
         return self.model.forward(inputs, self._attention, self.through)
 
     def adopt(self, name: str, sources: Sequence[PagedRun], rank: int) -> None:
-        """Takes a sequence over from all ranks of another worker, in the place of this rank of its own."""
+        """Moves a sequence from all ranks of another worker to this rank."""
         layout, source = self.storage.layout, sources[0].storage.layout
         self._lens[name] = sources[0]._lens[name]
         blocks = self._blocks[name] = [self._free.pop() for _ in sources[0]._blocks[name]]

@@ -79,7 +79,7 @@ def expected(folder: Path) -> dict[str, list[list[int]]]:
 def test_greedy_tokens_equal_those_of_merged_weights(
     folder: Path, expected: dict[str, list[list[int]]], tp: int
 ) -> None:
-    """One batch has two adapters and none; then it runs again from the cache, which they do not share."""
+    """One batch has two adapters and none, and runs again from separate cached prefixes."""
     config = WorkerConfig(model=str(folder / "model"), tp=tp, num_blocks=128, device="cpu", prefill_chunk=32)
     with colocated(config) as engine:
         ids = {name: load(engine, name, folder / name) for name in ("one", "two")} | {"": ""}

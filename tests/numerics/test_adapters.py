@@ -82,7 +82,7 @@ def test_logits_equal_those_of_merged_weights(tmp_path: Path, case: str) -> None
 
 @pytest.mark.parametrize(("dtype", "quantize"), [("float32", "off"), ("bfloat16", "off"), ("bfloat16", "int4")])
 def test_a_rows_bits_do_not_depend_on_its_batch(tmp_path: Path, dtype: str, quantize: Any) -> None:
-    """Rows of two adapters and of none, together and alone; those of none as compiled layers compute them."""
+    """Rows of two adapters and of none, together and alone; rows without one as compiled layers compute them."""
     make_checkpoint("llama", tmp_path / "model", hidden_size=128, intermediate_size=264)
     decoder = load_model(tmp_path / "model", dtype=dtype, quantize=quantize)
     decoder.pack()
@@ -107,7 +107,6 @@ def test_a_rows_bits_do_not_depend_on_its_batch(tmp_path: Path, dtype: str, quan
 @pytest.mark.parametrize("quantize", ["off", "int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "starcoder2"])
 def test_quantised_layers_add_the_adapters_updates(tmp_path: Path, family: str, quantize: Any) -> None:
-    """Each layer alone: its gate comes after both sums."""
     targets = ALL_LINEAR if family == "llama" else (*ATTENTION, "c_fc", "c_proj")
     make_checkpoint(family, tmp_path / "model", hidden_size=128)
     decoder = load_model(tmp_path / "model", quantize=quantize)

@@ -26,7 +26,7 @@ needs_compiler = pytest.mark.skipif(native(torch.float32) is None, reason="no C+
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """To one unit in the last place, which the order of a sum may turn."""
+    """Allows one unit in the last place, for the order of a sum."""
     assert found.dtype == expected.dtype
     tolerance = 1e-2 if found.dtype == torch.bfloat16 else 1e-6
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -96,7 +96,7 @@ def test_unsupported_kernels_fall_back_to_torch() -> None:
 def test_attention_over_more_keys_than_one_look_takes(
     dtype: torch.dtype, window: int | None, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> None:
-    """Head sizes that fill the vectors and that do not, tiles that are full and that are not, on all threads."""
+    """Head sizes and tiles that are full and not full, on all threads."""
     name = str(dtype).removeprefix("torch.")
     layout = KVLayout.dense(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype=name)
     storage, inputs = filled(layout, ROWS)

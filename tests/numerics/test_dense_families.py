@@ -29,7 +29,6 @@ MODELS: dict[str, dict[str, Any]] = {"phi3": PARTIAL, "glm4": {}, "starcoder2": 
 
 @torch.no_grad()
 def test_weights_are_rounded_at_load_row_by_row(tmp_path: Path) -> None:
-    """Rows of fused tensors, and rows that rope reorders, keep their own scales."""
     oracles: dict[str, Any] = {}
     for family in ("phi3", "glm4", "starcoder2"):
         overrides = MODELS[family] | {"hidden_size": 128, "tie_word_embeddings": False}

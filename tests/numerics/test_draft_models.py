@@ -65,8 +65,7 @@ def tokens(engine: Any, params: Sequence[SamplingParams]) -> list[list[int]]:
 def test_a_target_drafting_for_itself_is_always_right(
     target: Path, plain: list[list[int]], changes: dict[str, Any], num_drafted: int
 ) -> None:
-    """Four answers of 30 tokens: five drafts a step are 24 of each. These engines measure no time, so that as many are
-    made as fit."""
+    """Four answers of 30 tokens with five drafts a step. These engines measure no time, so all drafts are made."""
     with colocated(config(target, f"model:{target}", **changes)) as engine:
         assert tokens(engine, MANY) == plain
         counts = counts_of(engine)

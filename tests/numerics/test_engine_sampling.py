@@ -55,8 +55,8 @@ def test_a_rope_that_varies_with_the_prompt(checkpoint: Checkpoint, name: str) -
 @torch.no_grad()
 @pytest.mark.parametrize("tp", [1, 2])
 def test_logprobs_are_the_oracles(checkpoint: Checkpoint, tp: int) -> None:
-    """Logprobs of prompt and answer do not depend on the sampling. They are asked for twice, since a cached prompt has
-    no logits."""
+    """Prompt and answer logprobs do not depend on sampling. They are requested twice, because a cached prompt has no
+    logits."""
     folder, oracle = checkpoint("qwen3")
     wanted = SamplingParams(
         temperature=1.0, top_k=5, seed=3, max_tokens=10, ignore_eos=True, logprobs=3, prompt_logprobs=2

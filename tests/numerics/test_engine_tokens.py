@@ -64,7 +64,7 @@ FEW = [(2, 16, PLENTY)]
 def test_greedy_tokens_are_the_oracles(
     oracle: Oracle, family: str, tp: int, prefill_chunk: int, num_blocks: int
 ) -> None:
-    """Twice over: first with the prefix cache cold, then with what is left of it. Scarce blocks force preemptions."""
+    """With a cold, then a warm prefix cache. Scarce blocks force preemptions."""
     folder, expected = oracle(family)
     config = WorkerConfig(model=folder, tp=tp, prefill_chunk=prefill_chunk, num_blocks=num_blocks, device="cpu")
     with colocated(config) as engine:

@@ -35,8 +35,8 @@ SCARCE = 11
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_the_oracles_cold_warm_preempted_and_moved(family: str, checkpoint: Checkpoint) -> None:
-    """In chunks of 16, with blocks for one prompt and a little, and then on a worker with chunks of 512 and room for
-    all. Windows are shorter than a block."""
+    """In chunks of 16 with few blocks, then on a worker with chunks of 512 and many. Windows are shorter than a
+    block."""
     folder, model = checkpoint(family, **OVERRIDES.get(family, {}))
     expected = oracle_answers(model, PROMPTS, PARAMS.max_tokens)
     small = WorkerConfig(model=str(folder), prefill_chunk=16, num_blocks=SCARCE, device="cpu", bind_cores="off")
@@ -60,7 +60,7 @@ def _continued(
     cuts: Sequence[int],
     group: TensorParallel,
 ) -> dict[str, tuple[PagedRun, torch.Tensor]]:
-    """This rank's logits of the tokens, after the KV of all ranks of another worker."""
+    """Logits of this rank for the tokens, after the KV of another worker's ranks."""
     logits = {}
     for family, (folder, _) in known.items():
         run = PagedRun(load_model(folder, parallel=group, packed=True), fused=True)
@@ -76,7 +76,7 @@ def _continued(
 
 @torch.no_grad()
 def test_a_prompt_of_two_ranks_goes_on_with_four_and_with_one(checkpoint: Checkpoint) -> None:
-    """All families in one group of ranks; four ranks copy each of two key/value heads."""
+    """All families in one group of ranks; four ranks copy two key/value heads."""
     folders = {family: checkpoint(family, **OVERRIDES.get(family, {})) for family in FAMILIES}
     tokens, logits = random_tokens(41), dict[str, list[torch.Tensor]]()
     before: dict[str, list[PagedRun]] = {}

@@ -97,7 +97,7 @@ def test_a_router_that_overflows_breaks_its_token_alone(dtype: str, packed: bool
 
 
 def test_a_router_that_is_not_finite_ends_only_its_request(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """One token's hidden state overflows in the first layer; the other requests of its batch go on as alone."""
+    """One token's hidden state overflows in the first layer; other requests continue unchanged."""
     make_checkpoint("mixtral", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.embed_tokens.weight"][150] = torch.inf

@@ -184,7 +184,7 @@ def test_chunks_and_single_tokens_continue_from_the_cache(model: tuple[Path, Any
 
 @torch.no_grad()
 def test_rows_of_a_mixed_batch_do_not_touch_one_another(model: tuple[Path, Any]) -> None:
-    """Six sequences of different lengths; each step feeds a random few of them a chunk or a single token."""
+    """Six sequences of different lengths; each step feeds some of them a chunk or a single token."""
     folder, oracle = model
     sequences = {f"s{n}": random_tokens(11 + 9 * n, seed=n) for n in range(6)}
     run, chance = PagedRun(load_model(folder)), random.Random(3)

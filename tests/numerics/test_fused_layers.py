@@ -108,7 +108,7 @@ def test_the_same_bits_as_layer_by_layer(tmp_path: Path, family: str, overrides:
 
 
 def test_unsupported_layers_run_one_by_one(tmp_path: Path) -> None:
-    """Activations: one that is torch's alone, and one that is no gate."""
+    """An activation that only torch has, and one without a gate."""
     for activation in ("gelu", "relu2"):
         decoder = packed(tmp_path / activation, "llama", hidden_act=activation)
         assert PagedRun(decoder, fused=True).through is None
@@ -118,7 +118,6 @@ def test_unsupported_layers_run_one_by_one(tmp_path: Path) -> None:
 def test_weights_side_by_side_give_the_same_bits(
     tmp_path: Path, family: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The projections of a layer have different encodings; the gate is a pass of its own then."""
     monkeypatch.setattr(LayerContext, "matrix", side_by_side)
     decoder = packed(tmp_path, family, **overrides)
     runs = [PagedRun(decoder, fused=fused) for fused in (False, True)]
@@ -135,7 +134,7 @@ def side_by_side(context: LayerContext, share: WeightShare, *, gated: bool = Fal
 
 
 def test_nothing_is_compiled_for_an_attention_that_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers with such an attention, as on a GPU, neither wait for a compiler nor warn that there is none."""
+    """Workers with such an attention neither wait for a compiler nor warn about it."""
     decoder = packed(tmp_path, "llama")
     monkeypatch.setattr("workers.runner.fused_layers.native", lambda _: pytest.fail("the CPU's kernels were asked for"))
     assert PagedRun(decoder, attention="torch", fused=True).through is None

@@ -50,7 +50,7 @@ def text_of(folder: Path, token_ids: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("settings", [{}, {"steps_in_flight": 1}, {"tp": 2}], ids=str)
 def test_greedy_answers_are_the_masked_oracles(served: tuple[Path, Any], settings: dict[str, Any]) -> None:
-    """Also beside rows that are free, whose tokens do not change."""
+    """Also beside free rows, whose tokens do not change."""
     folder, oracle = served
     grammars = [json_grammar(PERSON), regex_grammar("(yes|no), [a-f]{2,30}!"), ""]
     expected = [masked_oracle(folder, oracle, PROMPTS[i], grammars[i], 80) for i in (0, 1)]
@@ -162,7 +162,7 @@ def goes_on(engine: Engine, prompt: Sequence[int], asked: SamplingParams, output
 
 
 def test_a_grammar_that_fails_ends_its_request_alone(served: tuple[Path, Any]) -> None:
-    """One that cannot be compiled, and one that the tokens before have broken."""
+    """A grammar that cannot be compiled, and one that earlier tokens have broken."""
     folder, _ = served
     good, broken = under(json_grammar(PERSON)), under(regex_grammar("[0-9]{8}"))
     with colocated(config_of(folder)) as engine:
@@ -212,7 +212,6 @@ def test_a_mask_that_takes_long_holds_up_its_own_request_alone(
 
 
 def test_a_grammar_that_unfolds_too_far_is_told_the_limit(served: tuple[Path, Any]) -> None:
-    """Forty characters of one that reads each stretch of them in every way."""
     folder, _ = served
     asked = under("start: s\ns: " + " | ".join("s " * num for num in range(2, 32)) + "| /[ -~]/")
     [letter] = Tokenizer.load(FolderFiles(folder))._encode(["e"], False)[0]
@@ -265,7 +264,6 @@ def test_a_slow_mask_ends_only_its_request(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_large_grammars_hold_up_no_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each for its own request, however many there are."""
     write_tokenizer(tmp_path)
     go_on, make = threading.Event(), GuidanceGrammars._matcher
 
@@ -284,7 +282,6 @@ def test_large_grammars_hold_up_no_small_one(tmp_path: Path, monkeypatch: pytest
 
 
 def test_masks_of_drafts_wait_for_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that comes too early leaves the masks of its drafts in progress, and the next one drafts again."""
     write_tokenizer(tmp_path)
     monkeypatch.setattr(guidance, "PATIENCE_S", 60.0)
     grammar, make = regex_grammar("abcde"), GuidanceGrammars._mask_of
@@ -322,7 +319,6 @@ def test_masks_of_drafts_wait_for_earlier_ones(tmp_path: Path, monkeypatch: pyte
 
 
 def test_masks_are_not_made_on_the_engines_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that computes is bound to it, and starts the others."""
     write_tokenizer(tmp_path)
     masks = list[tuple[set[int], int]]()
 
@@ -376,7 +372,6 @@ def test_an_answer_ends_only_where_its_grammar_is_fulfilled(tmp_path: Path) -> N
 
 
 def test_a_pattern_with_too_many_states_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matcher that gives up allows the end of the answer only, where its grammar may not end."""
     monkeypatch.setattr(guidance, "_LIMITS", LLParserLimits(verbose_errors=False, max_lexer_states=20))
     write_tokenizer(tmp_path)
     grammars = GuidanceGrammars(FolderFiles(tmp_path), vocab_size=VOCAB_SIZE, eos_ids=(EOS,))

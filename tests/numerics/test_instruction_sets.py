@@ -175,7 +175,7 @@ def test_tiles_attend_where_there_are_any_and_the_head_fits_them() -> None:
 @pytest.mark.parametrize("window", [None, 1, 50, 64, 100])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 64), (3, 3, 96), (40, 2, 32), (6, 1, 128)])
 def test_tiles_attend_as_float64_does(num_heads: int, num_kv_heads: int, head_dim: int, window: int | None) -> None:
-    """Blocks of sixteen queries that are full and that are not, several heads together and one, pages of any size."""
+    """Full and partial blocks of sixteen queries, one head and several, pages of any size."""
     for block_size in (5, 16):
         layout = KVLayout.dense(
             num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype="bfloat16"
@@ -192,7 +192,6 @@ def test_tiles_attend_as_float64_does(num_heads: int, num_kv_heads: int, head_di
 @pytest.mark.skipif(native_tiles() is None, reason="no AMX here")
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 12, 16])
 def test_a_token_that_decodes_sees_nothing_beside_its_window(group: int) -> None:
-    """Two key/value heads, each with a group of queries; pages of one to four pieces."""
     shapes = ((16, 64, None), (32, 96, 33), (16, 32, 64), (48, 128, 5), (16, 160, 1), (64, 256, 17))
     for block_size, head_dim, window in shapes:
         layout = KVLayout.dense(

@@ -125,7 +125,6 @@ def test_a_request_without_drafts_leaves_its_entries_to_the_next(target: Path, h
 
 
 def test_blocks_of_a_worker_without_the_head_are_left_out(target: Path, head: str, alone: Alone) -> None:
-    """The head begins behind them, and no answer changes; the next prompt that begins with them knows as well."""
     tokens, _ = alone
     with disaggregated(config(target), config(target, head)) as (first, then):
         assert handed_over(first, then, PROMPT, PARAMS) == tokens

@@ -144,7 +144,6 @@ def test_roomy_memory_is_zeroed_and_given_out_once(count: int) -> None:
 
 
 def test_roomy_memory_fills_huge_pages() -> None:
-    """Each tensor began on one, and its last one was resident in full: an int4 model took 1.12 times its file."""
     tensors = [roomy_zeros(HUGE_PAGE + 100, dtype=torch.uint8) for _ in range(64)]
     first = [tensor.data_ptr() // HUGE_PAGE for tensor in tensors]
     pages = {page for start in first for page in (start, start + 1)}

@@ -50,7 +50,7 @@ FORMS = (
 
 
 def rounded(weight: QuantisedWeight, x_TI: torch.Tensor) -> torch.Tensor:
-    """Activations rounded as by the kernels, a scale for each step that a group of columns fills; float64."""
+    """Activations rounded as in the kernels, with a scale for each filled step of columns; float64."""
     group = weight.group_size
     if group >= weight.num_columns:
         group = 32
@@ -274,7 +274,7 @@ def test_outliers_are_multiplied_as_they_are(gated: bool, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_of_weights_that_share_the_inputs_are_added_up(dtype: torch.dtype) -> None:
-    """Each number of bits of EXL2 has inputs of its own, anywhere in the row."""
+    """Each number of bits of EXL2 has its own inputs, anywhere in the row."""
     num_outputs, num_inputs = 40, 320
     order_I = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(1))
     weights = [
@@ -318,7 +318,7 @@ def test_nan_is_not_hidden(strange: float) -> None:
 
 @contextmanager
 def guarded(*shape: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Zeros, behind which a page follows that may not be touched."""
+    """Zeros, followed by a page that may not be touched."""
     num_bytes = math.prod(shape) * dtype.itemsize
     size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     region = mmap.mmap(-1, size + mmap.PAGESIZE)

@@ -57,7 +57,7 @@ MESSAGES = Messages(
 
 @contextmanager
 def groups(size: int, timeout_s: float = 30.0) -> Iterator[list[TensorParallel]]:
-    """One group of `size` ranks, all in this process, each with its own connection to the store."""
+    """Creates a group of `size` ranks in this process, each with its own connection to the store."""
     store = open_store("127.0.0.1")
     stores = [store, *(find_store("127.0.0.1", store.port, key=store.key) for _ in range(1, size))]
 
@@ -408,7 +408,7 @@ def test_every_rank_moves_its_own_heads() -> None:
 
 
 def test_a_chunk_is_told_of_when_every_rank_has_it() -> None:
-    """Rank 0 never waits for the others: it asks again."""
+    """Rank 0 never waits for the others."""
     with groups(2) as made:
         (transfer, shelf, _), (_, far_shelf, far_wire) = sides = [make_transfer(group) for group in made]
         with following(made[1], transfers_of(sides[1][0])):
@@ -442,7 +442,7 @@ def test_partly_arrived_chunks_of_a_lost_lane_are_dropped() -> None:
 
 
 def test_lost_workers_leave_nothing() -> None:
-    """One that is restarted again and again is another peer each time."""
+    """A restarted worker is another peer each time."""
     wire: Any = Wire()
     transfer = RankTransfer(Shelf(0), LAYOUT, receiver=wire)
     for life in range(1, 20):

@@ -37,7 +37,6 @@ def test_attention_has_the_same_bits_for_a_token_that_decodes(
     dtype: torch.dtype,
     kv_dtype: KVDtype,
 ) -> None:
-    """Every token of a chunk behind a cached prefix, alone and among the others."""
     num_new, num_cached = 90, 70
     layout = KVLayout.dense(
         num_layers=1,

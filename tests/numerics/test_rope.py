@@ -116,7 +116,6 @@ def test_the_old_form_of_the_config_means_the_same(
 
 @torch.no_grad()
 def test_the_original_length_may_stand_beside_the_parameters(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """Phi-3 writes it so; transformers prefers it to the one inside."""
     folder, _ = checkpoint_of("longrope", checkpoint)
     config = json.loads((folder / "config.json").read_text())
     config["original_max_position_embeddings"] = 24

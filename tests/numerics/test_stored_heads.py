@@ -27,7 +27,7 @@ TOKENS = random_tokens(37)
 
 
 def stored(folder: Path, source: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
-    """The checkpoint with these tensors instead, and changes of its config.json."""
+    """The checkpoint with these tensors and changes of its config.json."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     path = folder / "config.json"

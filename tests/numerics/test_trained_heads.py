@@ -30,7 +30,7 @@ def stored(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def test_a_head_is_trained_on_its_own_drafts(tmp_path: Path) -> None:
-    """Each step of an unrolled base is the draft of a chain, without a cache, by the exported tensors."""
+    """Without a cache, by the exported tensors."""
     make_checkpoint("llama", tmp_path)
     target = Target(tmp_path)
     torch.manual_seed(4)
@@ -77,7 +77,6 @@ def acceptance(engine: Engine) -> tuple[float, float]:
 @pytest.mark.skipif(native(torch.float32) is None, reason="no C++ compiler")
 @pytest.mark.parametrize("kind", ["eagle:eagle3", "medusa:medusa"])
 def test_heads_of_the_demo_model_draft_as_well_apart(kind: str) -> None:
-    """On held-out questions: a decode worker accepts within 5 % of what a colocated one does."""
     mode, _, folder = kind.partition(":")
     config = heads_config(f"{mode}:{DEMO.parent / folder}")
     prompts = held_out_prompts(DEMO, 6)["questions"]

@@ -30,7 +30,7 @@ def in_bytes(
     levels: str, strategy: str, *, block: tuple[int, int] = (32, 32), scale_name: str = "weight_scale",
     asymmetric: bool = False, scale_dtype: torch.dtype = torch.float32, **beside: torch.Tensor,
 ) -> Encode:  # fmt: skip
-    """`beside` are further tensors of each layer, such as input_scale."""
+    """`beside`: further tensors of each layer, such as input_scale."""
 
     def encode(_: str, weight: torch.Tensor) -> Encoded:
         places = blocks_of(weight, strategy, block)
@@ -63,7 +63,7 @@ def in_bytes(
 def rounded(
     x: torch.Tensor, levels: str, *, group: int | None = None, scale: float | None = None, zero: int = 0
 ) -> torch.Tensor:
-    """Inputs, float64, after what their format does to them."""
+    """Inputs, float64, rounded by their format."""
     x = x.float()
     parts = []
     for part in torch.split(x, group or x.shape[1], dim=1):
@@ -77,8 +77,8 @@ def rounded(
 
 
 def round_inputs(oracle: Any, tp: int, levels: str, **reference: Any) -> None:
-    """Has every linear layer of the oracle but the head round its inputs; with several ranks each rounds its share of
-    the inputs of a layer that is cut by inputs."""
+    """Rounds the inputs of every linear layer of the oracle but the head; with several ranks each rounds its share of a
+    layer cut by inputs."""
 
     def hook(name: str) -> Any:
         parts = tp if name.endswith(("o_proj", "down_proj")) else 1

@@ -64,8 +64,8 @@ def write_quantised(
 
 @torch.no_grad()
 def assert_served(folder: Path, oracle: Any, *, tp: int = 1) -> None:
-    """A whole prompt, and a second that goes on from the cache, have the oracle's logits on every rank. A rank alone
-    has compiled code for all of a step's layers."""
+    """A whole prompt, and one that continues from the cache, have the oracle's logits on every rank. A single rank has
+    compiled code for a whole step."""
     whole, tokens = random_tokens(33, seed=1), random_tokens(21)
 
     def program(group: TensorParallel) -> list[torch.Tensor]:
@@ -85,8 +85,8 @@ def assert_served(folder: Path, oracle: Any, *, tp: int = 1) -> None:
 
 @torch.no_grad()
 def assert_near(folder: Path, oracle: Any, *, tp: int = 1, correlation: float = 0.998) -> None:
-    """Where activations are rounded, here and by the oracle: an input that differs in its last bit may be rounded to
-    the next level, which is a large step in a small model."""
+    """Allows for inputs that differ in their last bit and are rounded to another level, a large step in a small
+    model."""
     tokens = random_tokens(33, seed=1)
 
     def program(group: TensorParallel) -> torch.Tensor:

@@ -102,7 +102,7 @@ def test_logits_equal_those_of_dequantised_weights(
 def test_rounded_activations_are_a_float64_references(
     encode: Any, config: dict[str, Any], reference: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Rows of zeros and of large values among them; a row's bits do not depend on the others."""
+    """With rows of zeros and large values; a row's bits do not depend on other rows."""
     oracle = write_quantised("llama", tmp_path, encode, config)
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 1, 9)[:, None]
     x[4] = 0

@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {"quant_method": "exl2", "version": "0.3.2", "bits": 4.
 def test_logits_equal_those_of_dequantised_weights(
     family: str, encode: Any, tp: int, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Each projection has an order of its own. The head is quantised too, also where config.json ties it."""
+    """Each projection has its own order. The head is quantised too, even if config.json ties it."""
     oracle = write_quantised(family, tmp_path, encode, CONFIG, head=True, **overrides)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": family == "qwen2"}))

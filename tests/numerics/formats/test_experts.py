@@ -142,7 +142,7 @@ def test_gpt_oss_in_mxfp4(tp: int, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_stacks_as_transformers_holds_them(tmp_path: Path) -> None:
-    """One tensor for gate and up of all experts: served as the checkpoint with a tensor for each."""
+    """One tensor for gate and up of all experts is served like separate ones."""
     oracle: Any = make_checkpoint("qwen3_moe", tmp_path)
     state = {name: tensor.clone() for name, tensor in oracle.state_dict().items()}
     assert any(name.endswith("experts.gate_up_proj") for name in state)

@@ -110,7 +110,7 @@ def test_rope_scaling_is_in_the_metadata(rope: dict[str, Any], tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q5_K", "IQ4_XS", "Q5_1", "IQ4_NL"])
 def test_a_cut_inside_a_block_keeps_its_values(kind: str, tmp_path: Path) -> None:
-    """Two ranks share 288 inputs of blocks of 32 or 256: llama.cpp would store 288 as Q8_0, so 512 are cut at 144."""
+    """Two ranks share inputs of blocks of 32 or 256, with a cut inside a block."""
     stored = random_blocks(kind, 4, 512, seed=3)
     whole = weight_of_blocks(kind, torch.from_numpy(stored))
     for start, size in ((0, 144), (144, 144), (288, 224)):

@@ -67,7 +67,7 @@ def load(folder: Path) -> None:
 
 
 def spoiled(data: st.DataObject, value: Any) -> Any:
-    """One place of the config, wherever it is, has another value, or is gone."""
+    """A config with one place changed or removed."""
     if isinstance(value, dict) and value:
         key = data.draw(st.sampled_from(sorted(value)))
         if data.draw(st.booleans()) or not isinstance(value[key], dict | list):
@@ -101,7 +101,7 @@ def test_no_spoiled_config_does_more_than_raise(name: str, folders: dict[str, Pa
 def test_no_spoiled_header_or_tensor_does_more_than_raise(
     name: str, folders: dict[str, Path], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Bytes of the header's shapes, names and offsets, and of the tensors behind it."""
+    """Changes bytes of shapes, names and offsets in the header, and of the tensors."""
     folder = tmp_path_factory.mktemp("spoiled")
     shutil.copy(folders[name] / "config.json", folder)
     content = bytearray((folders[name] / "model.safetensors").read_bytes())

@@ -86,7 +86,6 @@ def test_a_quantised_checkpoint_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused_by_name(damage: float, tmp_path: Path) -> None:
-    """They became the lowest level, and the rest of their group 0: finite answers of a damaged file."""
     make_checkpoint("llama", tmp_path / "float", **SHAPE)
     file = tmp_path / "float" / "model.safetensors"
     tensors = load_file(file)
@@ -115,7 +114,6 @@ def test_bytes_are_counted_as_they_will_be(tmp_path: Path) -> None:
 
 
 def test_no_float_weight_stays(tmp_path: Path) -> None:
-    """Tensors are rounded as they are read: none has memory of its own before that."""
     make_checkpoint("llama", tmp_path, **SHAPE)
     model = load_model(tmp_path, quantize="int4")
     linear = [slot for slot in model.slots() if slot.name.endswith("_proj.weight")]
@@ -125,7 +123,6 @@ def test_no_float_weight_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("quantize", "bits"), [("int8", 8 + 16 / 64), ("fp8", 8 + 16 / 64)])
 def test_a_tied_head_counts_among_the_bits_of_a_weight(quantize: Quantize, bits: float, tmp_path: Path) -> None:
-    """It is rounded beside the embedding: weights of 8 bits were 6.49 bits each."""
     make_checkpoint("llama", tmp_path, tie_word_embeddings=True, hidden_size=64, intermediate_size=64)
     told = load_model(tmp_path, quantize=quantize).stored_as
     assert told.endswith(f", {bits:.4g} bits a weight"), told

@@ -98,7 +98,6 @@ def test_it_waits_for_the_last_block() -> None:
 
 
 def test_a_request_continues_after_several_given_tokens() -> None:
-    """After the loss of another pair the tokens so far are part of the prompt."""
     pair = Pair()
     said = expected(prompt(6))[:3]
     ticket = pair.reserve("r", prompt(6) + said)
@@ -182,7 +181,6 @@ def test_an_abort_takes_a_failure_back_that_was_not_told_yet() -> None:
 
 
 def test_an_adopted_ticket_knows_no_lease() -> None:
-    """The request waits for its turn, with its KV: that may take longer than any lease."""
     pair = Pair()
     ticket = pair.start("r", prompt(9))
     pair.answer("r", prompt(9), ticket)

@@ -37,7 +37,7 @@ def test_prefill_makes_the_first_token_and_decode_the_rest(depth: int, follows_l
 def test_whoever_is_aborted_whenever_the_others_are_answered(
     depth: int, follows_layers: bool, lengths: list[int], pauses: list[int], aborted: set[int], held: bool
 ) -> None:
-    """In pools that hold a few of them at a time; integrity is checked after every step."""
+    """The pools hold a few of them at a time; integrity is checked after every step."""
     pair = Pair(depth=depth, follows_layers=follows_layers, num_blocks=40, decode_blocks=80, prefill_chunk=8)
     pair.post.holding = held
     for index, length in enumerate(lengths):

@@ -97,7 +97,7 @@ class TwoPools(RuleBasedStateMachine):
 
     @rule(side=SIDES)
     def crash(self, side: str) -> None:
-        """Nobody says goodbye, and the next life has another incarnation. What the gateway knew of it is gone."""
+        """Loses the worker without a goodbye; its next life has another incarnation."""
         old = self.addresses[side]
         other = self.addresses["decode" if side == "prefill" else "prefill"]
         self.pair.exchange.cut(old, other, "crashed")

@@ -209,7 +209,7 @@ LONG = tuple(7 * index % VOCAB for index in range(100))
 def test_a_prompt_moves_with_the_pages_of_its_windows(
     windows: Windows, sizes: tuple[int, int], length: int, seed: int
 ) -> None:
-    """Also with what a prompt before it has left in the caches, and with blocks of other sizes."""
+    """Also with cached earlier prompts, and blocks of other sizes."""
     two = Two(windows, sizes, prefills=True, seed=seed)
     assert two.disaggregate("a", LONG[:length]) == list(answer(LONG[:length], 9))
     two.seed = seed

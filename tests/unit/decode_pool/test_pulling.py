@@ -151,7 +151,6 @@ def test_blocks_of_another_size_are_shared_as_far_as_they_fill(there: int, num_b
 
 
 def test_a_profile_counts_the_bytes_of_the_readers_blocks() -> None:
-    """A chunk counts these: two of the holder's make one."""
     ends, wide = InprocExchange(), replace(LAYOUT, block_size=2 * SIZE)
     transfer = RankTransfer(ToyRunner(1, SIZE, VOCAB), LAYOUT, sender=ends.sender(OLD, LAYOUT))
     ends.receiver(DECODE, wide).expect(OLD, LAYOUT)
@@ -169,7 +168,6 @@ def test_a_profile_counts_the_bytes_of_the_readers_blocks() -> None:
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 @pytest.mark.parametrize("patience", [0, 4])
 def test_blocks_on_the_host_are_loaded_and_pushed(patience: int, busy: bool, num_kept: int) -> None:
-    """Once it is there: before that its blocks hold nonsense. A sequence that runs is not held up by it."""
     pool = Pulling(host_slots=40)
     pool.evict(num_kept)
     pool.old.copies.patience = patience
@@ -189,7 +187,6 @@ def test_blocks_on_the_host_are_loaded_and_pushed(patience: int, busy: bool, num
 
 @pytest.mark.parametrize("patience", range(4))
 def test_a_chain_loaded_by_another_request_is_pushed_in_place(patience: int) -> None:
-    """That load may be over in the very moment in which the rest is asked for: its blocks are here twice then."""
     pool = Pulling(host_slots=40)
     pool.evict()
     pool.run("other", prompt(5, seed=2))
@@ -336,7 +333,6 @@ def test_prompt_logprobs_are_computed_whatever_was_pulled() -> None:
 
 @pytest.mark.parametrize("shares", [False, True], ids=["not sent", "on its way"])
 def test_a_pull_made_useless_by_prompt_logprobs_is_released(shares: bool) -> None:
-    """The request neither waits for it nor leaves its blocks reserved until the lease ends."""
     pool = Pulling()
     pool.post.holding = True
     ticket = pool.reserve()

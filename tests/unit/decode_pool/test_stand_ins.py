@@ -44,7 +44,7 @@ def test_it_continues_an_answer_of_a_dead_decode_worker() -> None:
 
 
 def moves(pair: Pair) -> None:
-    """The sequence "r" goes from decode to prefill with its KV, as a gateway would have it."""
+    """Moves the sequence "r" from decode to prefill, as a gateway would."""
     tokens = asked().prompt_ids + pair.decode.tokens["r"]
     ticket = pair.prefill_role.reserve(
         ReserveRequest(

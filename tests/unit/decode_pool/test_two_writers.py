@@ -144,7 +144,7 @@ class TwoWriters(RuleBasedStateMachine):
 
 
 def settled(ticket: Ticket, num_blocks: int) -> Ticket | None:
-    """The ticket as its gateway passes it on: for the blocks that are on their way."""
+    """The ticket for the blocks in transit, as its gateway passes it on."""
     return ticket.up_to(min(ticket.starts) + num_blocks) if num_blocks else None
 
 

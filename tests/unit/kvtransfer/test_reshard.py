@@ -73,7 +73,6 @@ def test_copies_of_a_head_share_the_sending(pair: tuple[KVLayout, KVLayout]) -> 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("tp_there", [1, 2, 4])
 def test_a_latent_goes_once_to_each_destination_rank(tp: int, tp_there: int) -> None:
-    """Every source rank has all of it: they take turns."""
     source, destination = (
         KVLayout.latent(num_layers=2, width=576, dtype="bfloat16", block_size=16, tp=size) for size in (tp, tp_there)
     )

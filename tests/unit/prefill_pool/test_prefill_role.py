@@ -120,7 +120,6 @@ def test_kv_goes_on_its_way_while_a_step_reads_another_prompt(depth: int) -> Non
 
 
 def test_a_preempted_prompt_is_not_pushed_during_its_step() -> None:
-    """A tick knew of its blocks; the plan after it took them back."""
     pair = Pair(num_blocks=16, staged_blocks=2, chunk_blocks=2)
     pair.post.holding = True
     pair.start("r", prompt(24))
@@ -245,7 +244,6 @@ def test_a_lost_destination_is_found_before_prefill() -> None:
 
 
 def test_a_prompt_may_wait_longer_than_a_renewed_lease() -> None:
-    """Its blocks go where they were promised, however long the queue was."""
     pair = Pair(max_num_seqs=1)
     pair.read("first", prompt(9, seed=2), None, max_tokens=20)
     pair.step()
@@ -373,7 +371,6 @@ def test_a_preempted_prompt_is_read_again_and_arrives_once() -> None:
 
 
 def test_the_last_step_of_a_prompt_pushes_while_it_is_computed() -> None:
-    """All of the prompt has left when its step is over: nothing keeps its blocks."""
     pair = Pair(follows_layers=True, prefill_chunk=8)
     ticket = pair.start("r", prompt(21))
     for num_carried in (0, 1, 3):

@@ -11,7 +11,6 @@ from tests.unit.decode_pool.pair import BLOCK_BYTES, Pair, expected, prompt
 
 
 def test_kv_of_a_request_that_has_gone_makes_room_on_its_lane() -> None:
-    """All of it was offered and none had left: it went on its way, and the next one's waited behind it."""
     pair = Pair(chunk_blocks=1, staged_blocks=3)
     pair.post.holding = True
     pair.start("gone", prompt(12))

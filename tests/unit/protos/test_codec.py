@@ -130,7 +130,6 @@ def test_defaults_are_kept() -> None:
 
 
 def test_a_value_has_fields_of_its_own_alone() -> None:
-    """Inherited fields would be there, and `dataclasses` and orjson would leave them out."""
     with pytest.raises(TypeError, match="_Deeper derives from another value"):
 
         class _Deeper(_Point, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def make() -> AsyncIterator[Callable[..., Cluster]]:
-    """Clusters of other shapes and settings; they begin empty."""
+    """Makes clusters of other shapes and settings, empty at first."""
     made: list[Cluster] = []
 
     def build(**settings: Any) -> Cluster:

@@ -64,7 +64,7 @@ class Listening(Fleet):
 
 
 def router_config(model_path: Path, model_name: str, **settings: Any) -> RouterConfig:
-    """`settings` of any part, each by its own name."""
+    """`settings` of any part, by name."""
     config: Any = RouterConfig(model_path=model_path, model_name=model_name)
     for name, value in settings.items():
         for part in ("", "http", "text", "admission", "dispatch", "fleet"):
@@ -80,7 +80,7 @@ def router_config(model_path: Path, model_name: str, **settings: Any) -> RouterC
 
 
 def dispatcher_with(router: Router, policy: Policy) -> Dispatcher:
-    """A dispatcher over the same fleet that decides by `policy`, with records of its own."""
+    """A dispatcher over the same fleet with `policy`, and its own records."""
     return Dispatcher(fleet=router.fleet, policy=policy, config=router.config, routing=Routing())
 
 
@@ -108,7 +108,7 @@ class Cluster:
         self.generate = dispatcher_with(self.router, decide)
 
     def alone(self) -> Dispatcher:
-        """A router of its own that lets one worker do everything."""
+        """A router with one worker."""
         return dispatcher_with(self.router, by_one_worker(policy_of(self.config)))
 
     async def add(self, *worker_ids: str, wait: bool = True, **info: Any) -> None:
@@ -160,7 +160,7 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
 
 @asynccontextmanager
 async def served(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    """A gateway before it, over HTTP, and a client of that."""
+    """A gateway over HTTP, and its client."""
     async with (
         serving(make_gateway(cluster.generate, fleet=cluster.fleet)) as url,
         httpx.AsyncClient(base_url=url, verify=False, timeout=60) as client,

@@ -267,7 +267,7 @@ class FakeWorker:
         self.say([(sequence, update)])
 
     def tell(self, *events: KVEvent) -> None:
-        """Says so of its cache, whatever `blocks` has."""
+        """Reports a cache, whatever `blocks` has."""
         self._events += events
         self.say()
 
@@ -343,7 +343,7 @@ class FakeWorker:
             gateway.put_nowait(StepMessage(adapters=served))
 
     def forget(self, gateway: asyncio.Queue[StepMessage]) -> None:
-        """The stream is the lease: what its gateway had asked for ends with it."""
+        """Ends the stream, and with it all that its gateway requested."""
         self._gateways.pop(gateway, None)
         for sequence in [each for each in self.running.values() if each.gateway is gateway]:
             del self.running[sequence.request.request_id]

@@ -14,7 +14,7 @@ from router.routing.predictor import Predictor
 def predicted(
     predictor: Predictor, worker_id: str, role: WorkerRole, load: WorkerLoad, *, now: float, **known: Any
 ) -> Candidate:
-    """The worker as a candidate with what the predictor expects of it; `load_time` is by bytes."""
+    """The worker as a candidate with the predictor's expectations; `load_time` is by bytes."""
     table = CandidateTable.of([Candidate(worker_id=worker_id, role=role, **known)])
     features = np.array([predictor.features(worker_id, role, load, now=now)]).T
     predictor.predict(table, features, now=now)

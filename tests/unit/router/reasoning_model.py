@@ -46,7 +46,7 @@ HARMONY = (
 
 @cache
 def tagged() -> Tokenizer:
-    """`byte_level` with marks of reasoning: tags that are not special, and those of channels, which are."""
+    """`byte_level` with marks of reasoning: tags that are not special, and special channels."""
     backend = tokenizers.Tokenizer.from_str(byte_level().backend.to_str())
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in TAGS])
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROLS])

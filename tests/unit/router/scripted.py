@@ -196,7 +196,7 @@ def tokenizer_end(tokenizer: Tokenizer) -> int:
 
 
 def token_deltas(ids: Sequence[int], job: Job, *, at_once: int = 1) -> list[TokenDelta]:
-    """Tokens as an engine would give them: STOP on the last one unless max_tokens cuts before."""
+    """Tokens as an engine gives them: STOP on the last unless max_tokens cuts before."""
     sampling = job.sampling
     tokens = list(ids[: sampling.max_tokens])
     reason = FinishReason.STOP if len(tokens) == len(ids) else FinishReason.LENGTH

@@ -16,7 +16,7 @@ OURS = {
 
 
 def read_as(kind: Any, answer: Any) -> Any:
-    """The answer as a value of `kind`. Fails for an answer that lacks a field, or has one that nobody reads."""
+    """Reads the answer as `kind`. Fails for missing or unknown fields."""
     value = _adapter(kind).validate_python(answer)
     assert set(_unknown(value)) <= OURS
     return value

@@ -22,7 +22,7 @@ OF_THE_CLUSTER = {  # registered in cluster/gateway
 
 
 def named(row: str) -> Iterator[set[str]]:
-    """Each name, as the names that it may mean: `_waiting` after `baton_pool_running` continues one of its prefixes."""
+    """Each name with its possible meanings: `_waiting` after `baton_pool_running` continues a prefix."""
     first = ""
     for name in re.findall(r"`(baton_\w+\*?|_\w+)(?:\{[^`]*)?`", row):
         if name.startswith("baton_"):

@@ -14,7 +14,7 @@ from workers.kv.host import FinishedOnload
 
 
 def answer(prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """The answer of a model whose next token depends on every token before it."""
+    """The answer of a model whose next token depends on every earlier one."""
     text = list(prompt_ids)
     for _ in range(num_tokens):
         text.append(sum((index + 1) * token for index, token in enumerate(text)) % VOCAB)

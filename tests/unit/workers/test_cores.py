@@ -100,8 +100,6 @@ def test_a_folder_that_turns_unusable_keeps_no_file_open(tmp_path: Path, monkeyp
 
 
 def test_a_core_has_one_rank_also_while_its_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opened the file that is removed, and locks it when it is free, must not have the core beside the one
-    who has made it anew."""
     core, lock = [Core(cpu=0, node=0)], fcntl.flock
     first, second, late = (Cores(tmp_path / "cores") for _ in range(3))
     assert first.claim(core, 1) == (0,)
@@ -154,7 +152,7 @@ def test_that_cores_do_not_suffice_is_said_once_a_worker(caplog: pytest.LogCaptu
 def test_a_ranks_idle_threads_spin_briefly(
     device: str, threads: str | None, bound: str, said: str | None, spins: str
 ) -> None:
-    """In a process of its own: OpenMP reads how long to spin when torch is imported, so that must come later."""
+    """In a process of its own, because OpenMP reads the setting when torch is imported."""
     program = (
         "import json, os, sys\n"
         "from cluster.supervision.rank import RankSpec, _claim\n"

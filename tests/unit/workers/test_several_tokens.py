@@ -15,7 +15,6 @@ WRONG = 996
 
 
 def first_token(**sampling: int) -> ToyEngine:
-    """Its answer has one token; its second block of 4 has room for two more positions after that one's."""
     toy = ToyEngine()
     toy.submit(ask("r", PROMPT, **({"max_tokens": 12} | sampling)))
     assert toy.step()[0].token_ids == ANSWER[:1]

@@ -46,8 +46,8 @@ def toy_tokens(
     first_weight: int | None = None,
     params: SamplingParams | None = None,
 ) -> tuple[int, ...]:
-    """The answer without an engine. `first_weight` is the weight of the pool that makes the first token, if another
-    one does. `params` count only by their seed and temperature; without them choice is greedy."""
+    """The answer without an engine. `first_weight`: of the pool that makes the first token, if another one does.
+    `params` count by seed and temperature only; without them choice is greedy."""
     params = params or SamplingParams(temperature=0.0)
     kv = [toy_kv(token_id, position) for position, token_id in enumerate(prompt_ids)]
     answer: list[int] = []
@@ -92,7 +92,7 @@ class ToyRunner:
         return StepOutput(rows=tuple(self._output(row) for row in batch.rows))
 
     def gather(self, block_ids: Sequence[int]) -> Payload:
-        """A copy of the content of some blocks; EMPTY where nothing was ever written."""
+        """A copy of some blocks; EMPTY for unwritten places."""
         return np.stack([self._block(block_id) for block_id in block_ids])
 
     def scatter(self, block_ids: Sequence[int], payload: Payload) -> None:
@@ -101,7 +101,7 @@ class ToyRunner:
             self._block(block_id)[:] = content
 
     def read(self, cut: Cut, stage: Callable[[int], object]) -> Payload:
-        """A copy of the cut's units, [units, positions of a unit]: there are no layers and no heads here."""
+        """A copy of the cut's units, [units, positions of a unit]."""
         positions = self.gather(cut.block_ids).reshape(-1, cut.unit)
         return positions[np.minimum(cut.units, len(positions) - 1)]
 
@@ -143,7 +143,7 @@ class ToyRunner:
         return [mask, *self._grammars.allowed_after(row.request_id, drafted_samples(sample, row.draft_ids))]
 
     def _sampled(self, row: Row, sample: Sample, masks: Sequence[Mask | None]) -> tuple[int, ...]:
-        """The token after the row's own positions, and after each draft that equals the token before it."""
+        """The token after the row's positions, and after each draft that equals the token before it."""
         kv = self.gather(row.block_ids).reshape(-1)[: row.stop].tolist()
         num_known, token_ids = row.stop - len(row.draft_ids), list[int]()
         samples = drafted_samples(sample, row.draft_ids) if row.draft_ids else [sample]
@@ -162,7 +162,7 @@ class ToyRunner:
         return self._grammars.allowed(request_id, sample)
 
     def _logprobs(self, token_id: int, num_top: int) -> Logprobs:
-        """A distribution in which `token_id` is the best and the ids after it follow, each half as likely."""
+        """A distribution with `token_id` as the best, then the ids after it, each half as likely."""
         best = TokenLogprob(token_id=token_id, logprob=float(np.log(0.5)))
         top = (
             TokenLogprob(token_id=(token_id + k) % self._vocab_size, logprob=float(np.log(0.5) * (k + 1)))

@@ -26,7 +26,6 @@ def test_scarce_decode_keeps_its_goodput_at_three_times_the_load() -> None:
 
 
 def test_colocated_workers_are_balanced_as_far_as_requests_allow() -> None:
-    """To be even is no reason to send a request to a worker that cannot begin in time, where another can."""
     full, flooded = at(2, 1.0, 3.0, capacity=60.0)
     assert flooded.goodput >= full.goodput
     assert flooded.late <= 0.05 * flooded.admitted

@@ -16,7 +16,7 @@ ROOM = 65536
 @pytest.mark.skipif(compiled() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("num_before", range(12))
 def test_an_event_that_comes_in_two_reads_is_counted_once(num_before: int) -> None:
-    """So many bytes of the last event, and of the end behind it, are the last of the first read."""
+    """The first read ends within the last event."""
     last = b"data: \n0\r\n\r\n"
     first = b"data: ".ljust(ROOM - num_before, b"x")
     here, there = socket.socketpair()

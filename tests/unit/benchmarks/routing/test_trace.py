@@ -31,7 +31,7 @@ def figures(trace: list[TraceRequest]) -> dict[str, TraceFigures]:
 def test_the_default_policy_is_near_the_ideal_and_in_balance(
     trace: list[TraceRequest], figures: dict[str, TraceFigures]
 ) -> None:
-    """With caches of each of three sizes: where one request goes decides where a hundred go after it."""
+    """With caches of three sizes."""
     sizes = (485, 515)
     more = [compare(trace, ["slo"], num_workers=4, num_blocks=size, utilisation=0.4)[1] for size in sizes]
     for figure in (figures["slo"], *more):
@@ -51,7 +51,7 @@ def test_it_hits_more_than_blind_policies_and_waits_less_than_greedy(
 
 
 def test_one_shared_prompt_waits_no_longer_than_without_learning() -> None:
-    """Below saturation, where a prompt that is cached nowhere must not wait behind one that is."""
+    """Below saturation, an uncached prompt must not wait for the worker with the cache."""
     asked = asked_for(None, "assistant", num_requests=500, rate=3.4, seed=2)
     _, plain, slo = compare(asked, ["prefix_aware", "slo"], num_workers=8, num_blocks=4000, utilisation=0.5)
     assert slo.hit_rate >= plain.hit_rate, row(slo)

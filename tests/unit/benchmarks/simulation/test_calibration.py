@@ -44,9 +44,6 @@ def test_an_exactly_determined_fit_claims_no_accuracy() -> None:
 
 
 def test_a_profile_of_a_bench_is_its_steps(tmp_path: Path) -> None:
-    """Two workers at once; a step is all that its engine did for it; a tick that launched nothing is none's. And what
-    requests that were alone took beside their steps."""
-
     def spans(pid: int, start: int, rows: int) -> list[dict[str, object]]:
         told = {"step": 1, "num_rows": rows, "num_tokens": 8 * rows, "num_read": 80 * rows, "num_attended": 600 * rows}
         parts = [

@@ -164,7 +164,7 @@ def test_there_are_as_many_kept_connections_as_requests(folder: Path) -> None:
 
 
 def test_a_connection_that_was_idle_for_long_is_not_trusted(folder: Path) -> None:
-    """The server may be about to close it, and a request would be lost to that."""
+    """The server may be about to close it."""
     items = [WorkloadItem(index=i, spans=ITEM.spans, num_output=3, due_s=due) for i, due in enumerate((0.0, 1.5, 6.0))]
 
     async def load() -> FakeServer:

@@ -51,7 +51,7 @@ async def begun(fleet: StagedFleet, times: int) -> None:
 
 
 async def ended(owner: FleetController, fleet: StagedFleet, number: int) -> FleetChange:
-    """The change, after every step of it has been reached."""
+    """The change, after all its steps were reached."""
     waiting = asyncio.create_task(owner.ended(number))
     async with asyncio.timeout(60):
         while not waiting.done():
@@ -194,7 +194,6 @@ async def test_a_way_back_that_failed_is_tried_again(fleet: StagedFleet, order: 
 
 @pytest.mark.parametrize(("model", "name"), [("/models/new", "new"), ("/models/third", "third")])
 async def test_a_roll_replaces_the_workers_of_both_revisions(fleet: StagedFleet, model: str, name: str) -> None:
-    """Its first step keeps no more of the others than there should be."""
     owner = await stuck_owner(fleet)
     num_steps = len(fleet.mixes)
     change = await owner.order(replace(ROLL, model=model))

@@ -61,7 +61,6 @@ def test_every_verb_exists_and_describes_itself(name: str) -> None:
 def test_help_is_whole_in_a_narrow_and_in_a_wide_terminal(
     name: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names of flags were cut with an ellipsis, and prose had a fifth of the width."""
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERMINAL_WIDTH", str(columns))
     shown = run(name, "--help")
@@ -200,7 +199,6 @@ def test_files_that_are_wrong_are_named_before_anything_starts(
 def test_up_serves_the_demo_model_unless_another_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A model of the file was dropped without a word; the fix for one of `--set` named a flag that `up` has not."""
     told = refused(monkeypatch, capsys, "up", "--set", "model=/nope")
     fix = "without --model `baton up` serves the demo model: use `baton up --model /nope`"
     assert told == f"baton: --set model=/nope: {fix}\n"
@@ -240,7 +238,6 @@ def test_up_serves_the_demo_model_unless_another_is_given(
 def test_up_serves_the_models_that_it_is_given(
     monkeypatch: pytest.MonkeyPatch, given: list[str], names: list[str]
 ) -> None:
-    """It served the demo model only, and had no flag for another."""
     served: list[tuple[str, str, str]] = []
 
     def serve(given: object, configs: Sequence[ClusterConfig], log_format: object) -> None:

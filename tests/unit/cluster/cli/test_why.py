@@ -123,7 +123,6 @@ async def test_costs_that_are_no_time_have_no_unit(capsys: pytest.CaptureFixture
 
 
 async def test_nothing_is_called_measured_that_was_not(capsys: pytest.CaptureFixture[str]) -> None:
-    """The decision whose worker died has no measure, and the first token came before the one that followed it."""
     cluster = Cluster(policy="round_robin")
     try:
         await cluster.add("d0", "d1")

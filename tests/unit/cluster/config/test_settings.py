@@ -128,7 +128,6 @@ def test_flags_do_not_hide_a_value_where_a_table_belongs(tmp_path: Path, table: 
     "line", ["worker.tp = 0", "worker.tp = 'two'", "worker.tpp = 2", "worker = 3", "tls.cert = 'c'", "index = 'disk'"]
 )
 def test_a_mistake_in_the_file_names_it(tmp_path: Path, line: str) -> None:
-    """Whoever reads the log of a cluster that does not start must know where to look."""
     file = tmp_path / "baton.toml"
     file.write_text(line)
     with pytest.raises(Misconfigured, match=rf"^--config .*baton\.toml: .*{re.split('[. ]', line)[0]}"):

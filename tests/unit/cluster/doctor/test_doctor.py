@@ -228,7 +228,7 @@ def test_ports_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_that_nobody_resolves_hold_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resolver that answers nobody for as long as it likes, as with a name server behind a firewall."""
+    """Names that a firewalled name server never answers."""
     released, resolve = threading.Event(), socket.getaddrinfo
 
     def silent(host: Any, *arguments: Any, **options: Any) -> Any:
@@ -359,6 +359,5 @@ def test_who_cannot_be_reached_is_a_fault() -> None:
     [(0.0, 0.1, 0.0), (0.9, 4.9, 0.0), (-1.5, 0.0, 0.0), (60.0, 60.5, -58.0), (-60.0, -59.5, 59.5), (4.5, 8.0, -2.5)],
 )
 def test_an_answer_that_took_long_says_nothing_of_the_clock(asked_s: float, came_s: float, ahead_s: float) -> None:
-    """Times of this host, from the second that the gateway wrote into its answer."""
     answer = httpx.Response(200, headers={"date": formatdate(NOW, usegmt=True)})
     assert gather._ahead_s(answer, NOW + asked_s, NOW + came_s) == pytest.approx(ahead_s)

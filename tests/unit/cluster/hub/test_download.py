@@ -164,7 +164,6 @@ INDEX_OF_TWO = b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safet
 def test_a_part_of_a_model_is_not_served(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]
 ) -> None:
-    """Neither from a repository nor from a cache that another program has begun to fill."""
     hub.add("acme/tiny", files)
     with pytest.raises(BadCheckpoint):
         local_model("acme/tiny")

@@ -113,7 +113,7 @@ def test_a_constant_load_settles() -> None:
 
 
 def noisy_fleets(rate: float, truth: float, *, hours: float) -> list[dict[WorkerRole, int]]:
-    """The planned fleet every 30 s, with arrivals and lateness by chance: a window of a minute has two of them."""
+    """The planned fleet every 30 s, with random arrivals and lateness."""
     rng = random.Random(1)
     memory, fleet, fleets = PlannerMemory(), {P: 2, D: 2}, list[dict[WorkerRole, int]]()
     window: deque[int] = deque(maxlen=2)
@@ -264,7 +264,7 @@ def test_lateness_before_growth_does_not_grow_the_fleet_again() -> None:
 
 
 def test_one_heavy_hour_is_not_paid_for_all_day() -> None:
-    """A fleet that is large enough shows nothing of how wrong the model is: what it learned fades."""
+    """A large fleet reveals no error of the model, so the learned correction fades."""
     memory, fleet = PlannerMemory(), {P: 2, D: 2}
     for minute in range(12 * 60):
         at_s = START + 60.0 * minute

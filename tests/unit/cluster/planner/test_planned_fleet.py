@@ -71,7 +71,7 @@ class PlannedCluster:
 
 
 def sight(name: str, now: float, *, num: int, ttft_s: float, num_waiting: int) -> GatewaySight:
-    """A minute in which `num` requests came; each has ended."""
+    """A minute with `num` requests, all ended."""
     ended = [
         RequestSample(received_s=now - 20, first_s=now - 20 + ttft_s, last_s=now - 15, ended_s=now - 15,
                       num_prompt_tokens=2000, num_cached_tokens=0, num_tokens=200, failed=False)
@@ -154,7 +154,6 @@ async def test_a_refused_order_is_reported_and_paused() -> None:
 
 
 async def test_the_planner_waits_for_the_end_of_a_roll() -> None:
-    """A roll changes no number: it is no manual change, and nothing is given up because of it."""
     cluster = PlannedCluster()
     revise = lambda current, order: Revision(name="new")  # noqa: E731
     cluster.owner._owner._revise = revise  # type: ignore[attr-defined]
@@ -174,8 +173,6 @@ async def test_the_planner_waits_for_the_end_of_a_roll() -> None:
 
 
 async def test_a_decision_of_a_flip_and_a_start_flips_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of numbers would drain one worker and start two."""
-
     def grown(*_: object, now: float, **__: object) -> FleetDecision:
         return FleetDecision(
             at_s=now, counts={PREFILL: 3, DECODE: 1}, reason="late", flips={(DECODE, PREFILL): 1},
@@ -231,7 +228,6 @@ def test_impossible_limits_are_refused_with_a_fix(within: str, message: str) -> 
 
 
 async def test_the_next_planner_keeps_the_learned_profile() -> None:
-    """Each start of `baton pools` knew no day, and no fleet that had been too small."""
     learned: list[LearnedLoad] = []
     cluster = PlannedCluster(kept=KeptLoad(earlier=None, save=learned.append))
     await cluster.reports("a", num=60)

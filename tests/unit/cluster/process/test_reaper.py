@@ -54,7 +54,6 @@ other.communicate(b"\\n")
 
 
 def test_children_of_a_title_are_killed_and_no_others() -> None:
-    """Ray's agents, which have titles in place of their command lines, outlived it."""
     root = Path(__file__).parents[4]
     subprocess.run([sys.executable, "-c", TITLED], cwd=root, check=True, timeout=100)
 

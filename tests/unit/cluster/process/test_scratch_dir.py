@@ -63,7 +63,6 @@ def test_an_abandoned_shared_folder_is_removed_without_a_warning(
 def test_a_shared_folder_that_is_removed_meanwhile_is_made_anew(
     module: Any, call: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The last process that used it can end, and the next `Scratch` remove it, at any moment."""
     folder, original, removals = tmp_path / "ours", getattr(module, call), ["the folder"]
 
     def removed_first(*args: Any, **options: Any) -> Any:

@@ -68,7 +68,6 @@ async def test_work_that_ends_returns_its_error(stop: StopSignal) -> None:
 async def test_a_log_that_nobody_reads_any_more_stops_it_in_order(
     stop: StopSignal, handler: type[TextHandler | JsonHandler]
 ) -> None:
-    """`baton up 2>&1 | head`. Whoever logs notices nothing: it may be what ends the cluster."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as file:

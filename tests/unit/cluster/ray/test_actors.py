@@ -44,7 +44,6 @@ async def test_a_machine_that_ray_does_not_have_is_unavailable(
 async def test_an_actor_is_replaced_only_if_it_has_ended(
     error: Exception, num_actors: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The failure of a method ended the links of all ranks of its node."""
     made: list[Any] = []
 
     async def alive(self: RayNodes) -> list[tuple[str, str]]:
@@ -98,7 +97,6 @@ async def test_the_folder_of_living_ranks_stays_while_ray_is_away() -> None:
 
 
 async def test_a_folder_open_to_others_is_a_readable_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The actor died of it: Ray reported the lost machine of a process, and its worker was started again for ever."""
     monkeypatch.setattr(actors, "short_folder", lambda: tmp_path)
     folder = tmp_path / "baton-run-node"
     folder.mkdir(mode=0o755)

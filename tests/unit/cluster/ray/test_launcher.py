@@ -144,8 +144,6 @@ class OnePlace:
 
 
 async def test_a_worker_is_killed_even_if_its_stop_was_interrupted() -> None:
-    """Ray kept the CPU of one that was stopped by a signal: nothing ever took its place. On Python 3.11.2 the polite
-    stop's own timeout cut it off."""
     killed, stopping, following = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     class Stuck(Rank):
@@ -175,7 +173,7 @@ async def test_a_worker_is_killed_even_if_its_stop_was_interrupted() -> None:
 
 
 async def test_a_worker_is_recorded_before_and_after_its_process_starts() -> None:
-    """A supervisor that ends in between leaves no process that the next one does not know of."""
+    """A supervisor that ends in between leaves no unknown process."""
     recorded: list[LivingWorker] = []
     started: list[int] = []
 
@@ -195,7 +193,6 @@ async def test_a_worker_is_recorded_before_and_after_its_process_starts() -> Non
 
 @pytest.mark.parametrize("fails", ["start", "order"])
 async def test_a_rank_that_does_not_come_up_takes_the_others_with_it(fails: str) -> None:
-    """They kept their memory, and their GPUs, while the successor started."""
     closed: list[str] = []
     ended: list[tuple[str, int]] = []
 
@@ -228,7 +225,6 @@ async def test_a_rank_that_does_not_come_up_takes_the_others_with_it(fails: str)
 
 @pytest.mark.parametrize("machines", [("n1", "n1"), ("n1", "n2")])
 async def test_ranks_on_two_machines_meet_over_the_network(machines: tuple[str, str]) -> None:
-    """On one machine they listen on its loopback, and the second one ends with the first one's lock."""
     started: list[tuple[str, str]] = []
     specs: list[RankSpec] = []
 

@@ -72,7 +72,6 @@ async def test_the_next_ray_is_asked_for_a_place_when_one_is_lost() -> None:
 
 
 async def test_a_node_is_left_when_no_worker_is_on_it_any_more() -> None:
-    """With an actor on it Ray's autoscaler would keep it."""
     driver: Any = Driver(take=[TakenShare(devices=("0",), hosts=("n1",)), TakenShare(devices=("1",), hosts=("n1",))])
     places = Places(driver, None, 60.0)
     await places.take(PLAN)
@@ -97,7 +96,6 @@ async def test_a_worker_serves_on_if_ray_cannot_reserve_its_place(
 
 
 async def test_nothing_is_reserved_for_a_worker_that_has_ended() -> None:
-    """Its successor waited for what was reserved for it."""
     driver: Any = Driver(keep=[True])
     places = Places(driver, None, 60.0)
     await places.retake(PLAN, living("n1"))

@@ -128,7 +128,6 @@ PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!
 
 
 def test_processes_that_use_a_folder_are_killed_and_no_others(tmp_path: Path) -> None:
-    """And reaped, also children of them, which have no name of it: no zombie is left where no process reaps orphans."""
     theirs, others = (str(tmp_path / name) for name in ("baton-a", "baton-b"))
     with (
         subprocess.Popen([sys.executable, "-c", PARENT, theirs], stdout=subprocess.PIPE, text=True) as killed,

@@ -100,7 +100,6 @@ async def test_a_gpu_that_others_have_taken_is_said_to_be_missing(gpus: Gpus, sh
 
 
 async def test_a_worker_ending_during_gpu_reservation_has_one_share(gpus: Gpus, shares: RayShares) -> None:
-    """It waited for the GPU that was reserved for it, for ever."""
     gpus.free = ["3"]
     for _ in range(2):
         assert tuple(await asyncio.gather(shares.take_devices(of(1), ("3",), ("n1",)), shares.take(of(1)))) == (

@@ -93,7 +93,6 @@ def forking_raylet(folder: Path) -> subprocess.Popen[str]:
 async def test_a_child_of_a_raylet_may_end_while_ray_is_being_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Until it executes a program of its own it has the raylet's command line: Ray was reported as ended."""
     looks, raylet = threading.Semaphore(0), forking_raylet(tmp_path / ray_session.OURS)
 
     def look(folder: Path, *, parent: int | None = None) -> Iterator[tuple[int, str]]:

@@ -94,7 +94,7 @@ class Stage:
         await self._apply("close")
 
     async def check_health(self, address: str) -> None:
-        """The test says what it finds; when it says nothing, nobody looks."""
+        """Reports the health that the test sets; without one it waits."""
         if (error := await self.beats.get()) is not None:
             raise error
 
@@ -104,7 +104,7 @@ class Stage:
         await self.drained.wait()
 
     async def retire(self, address: str) -> None:
-        """Until the test says that all which had begun there has ended."""
+        """Returns once the test allows it."""
         await self._apply(f"retire {address}")
         await self.retired.wait()
 

@@ -131,7 +131,6 @@ async def test_followers_end_with_their_leader(tmp_path: Path) -> None:
 
 
 async def test_a_rank_without_orders_is_not_adopted_but_ended(tmp_path: Path) -> None:
-    """Its supervisor died between its start and its orders."""
     pid = start(tmp_path)
     with pytest.raises(WorkerLost, match="had no spec yet"):
         await RankLink.connect(tmp_path, "d0.1.0", pid, AttachRank(), lambda pid: None)

@@ -121,7 +121,6 @@ async def test_the_next_supervisor_finishes_a_drain(stage: Stage) -> None:
 
 
 async def test_a_revisions_last_worker_drains_after_its_answers(stage: Stage, supervisor: Supervisor) -> None:
-    """Others of its revision could take its sequences; those of another one cannot."""
     await serving(stage, supervisor)
     newer = tuple(replace(plan, revision=Revision(name="new")) for plan in LARGER[-1:])
     growing = asyncio.create_task(supervisor.resize((*PLANS, *newer)))
@@ -201,7 +200,6 @@ async def test_an_adopted_worker_gets_the_role_it_was_to_have(stage: Stage) -> N
 
 
 async def test_the_last_serving_worker_waits_for_another_to_serve(stage: Stage, supervisor: Supervisor) -> None:
-    """Requests had no worker while the fleet was exchanged for one that had still to start."""
     await serving(stage, supervisor)
     other = [replace(plan, worker_id=plan.worker_id.replace("0", "7")) for plan in PLANS]
     resizing = asyncio.create_task(supervisor.resize(other))

@@ -180,7 +180,7 @@ async def test_an_unreachable_deadline_is_refused_with_a_retry_time() -> None:
 
 
 def test_a_refused_job_returns_after_those_refused_before_it() -> None:
-    """Told the same moment, all of them would find the same line again."""
+    """Otherwise all would return at the same moment."""
     returning, numbers = Returning(), count()
 
     def told(*, now: float = 0.0, tenant: str = "", priority: int = 0) -> float:

@@ -103,8 +103,8 @@ async def fates(
     returns: bool = False,
     **settings: Any,
 ) -> list[Fate]:
-    """The fates of the requests of `arrivals` (the pause before each, its tenant, its prompt tokens). With `returns` a
-    refused request comes once more, after its `Retry-After`."""
+    """The outcomes of requests with these `arrivals` (pause, tenant, prompt tokens). With `returns` a refused request
+    is sent once more after its `Retry-After`."""
     gate = admission(pool, **settings)
     loop = asyncio.get_running_loop()
 
@@ -184,7 +184,7 @@ def test_a_burst_that_fits_loses_no_request(length: Callable[[str], int], max_to
 def test_a_burst_beside_long_answers_loses_no_request(
     num_long: int, least_s: float, most_s: float, num: int, every_s: float
 ) -> None:
-    """Their age would make all answers seem long. The last request of each burst begins within 24 s."""
+    """Long answers do not stand for all. The last request of each burst begins within 24 s."""
 
     def length(name: str) -> int:
         return 31 * 600 if name.startswith("long") else int(31 * random.Random(name).uniform(least_s, most_s))
@@ -194,7 +194,7 @@ def test_a_burst_beside_long_answers_loses_no_request(
 
 
 def test_a_burst_beside_a_few_long_answers_loses_no_request() -> None:
-    """Their age would make all answers seem long. 56 slots of 2 s serve 28 a second."""
+    """Long answers do not stand for all. 56 slots of 2 s serve 28 a second."""
     arrivals = [(0.0, "long", 8)] * 8 + [(200.0, "", 8)] + [(0.04, "", 8)] * 200 + [(0.002, "", 8)] * 200
     pool = Slots(lambda name: 31 * 300 if name.startswith("long") else 62)
     assert all(fate.begun for fate in run_virtually(fates(pool, arrivals, max_tokens=10_000)))

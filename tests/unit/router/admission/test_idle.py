@@ -118,7 +118,6 @@ async def test_a_suspended_job_goes_on_behind_its_tokens() -> None:
 
 
 async def test_jobs_in_prefill_are_not_counted_as_people() -> None:
-    """A batch alone on a worker goes up to the objective; people on it would allow a tenth more, which is nobody."""
     running = 0
 
     class Steep(_Fleet):
@@ -214,7 +213,6 @@ async def test_a_prompt_that_does_not_fit_stops_no_smaller_one(monkeypatch: pyte
 
 
 async def test_after_an_error_of_the_fleet_the_line_goes_on() -> None:
-    """Lines that came back at once waited for ever: the look that had failed was taken for one that goes on."""
     trouble = [ValueError("no load")]
 
     class FailingOnce(_SmallFleet):

@@ -268,7 +268,6 @@ async def test_a_batch_of_a_removed_model_ends(tmp_path: Path, way: str) -> None
 async def test_a_line_without_a_result_does_not_end_its_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It goes on when its lease is over."""
     read, failures = FolderContents.read, iter([OSError("bug")])
 
     def failing(contents: FolderContents, file_id: str, start: int, size: int) -> bytes:
@@ -318,7 +317,7 @@ async def test_a_spent_budget_is_the_answer_of_a_line(tmp_path: Path) -> None:
 
 
 async def test_a_killed_owner_leaves_each_line_exactly_once(tmp_path: Path) -> None:
-    """The process that goes on computes what has no result; the former owner's results are refused."""
+    """Its successor computes lines without results; its own later results are refused."""
     gate, reached = asyncio.Event(), {number: asyncio.Event() for number in (14, 22)}
     begun = 0
 
@@ -368,7 +367,6 @@ async def test_a_line_that_fails_for_good_has_one_row(
 
 
 async def test_requests_of_batches_cost_half_and_are_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row a line, also where its first attempt failed after a token."""
     monkeypatch.setattr("router.batches.batch_runner.FIRST_PAUSE_S", 0.0)
     tries = 0
 

@@ -88,7 +88,6 @@ async def two_with_sql(make: Callable[..., Cluster]) -> Cluster:
 async def test_another_processs_order_is_kept_for_restarted_workers(
     make: Callable[..., Cluster],
 ) -> None:
-    """The process that had loaded an adapter gave it to a restarted worker, although another one had unloaded it."""
     cluster = await two_with_sql(make)
     for worker in ("c0", "c1"):  # as another process's orders do
         cluster[worker].unload_adapter("sql")
@@ -158,7 +157,6 @@ async def test_an_answer_goes_on_where_its_adapter_is(make: Callable[..., Cluste
 
 
 async def test_a_request_for_a_replaced_adapter_is_served_by_it(make: Callable[..., Cluster]) -> None:
-    """It was on its way: its worker takes it until the next order, and its refusal is no failure of the worker."""
     cluster = make(max_queue_s=5.0)
     await cluster.add("c0")
     cluster["c0"].load_adapter("sql", "/old")

@@ -174,7 +174,6 @@ async def test_a_reservation_that_cannot_be_renewed_is_made_elsewhere(make: Call
 
 
 async def test_the_first_token_does_not_wait_for_a_renewal(make: Callable[..., Cluster]) -> None:
-    """Nor does a renewal that comes too late give back what decode has taken over."""
     cluster = make(ticket_lease_s=0.1)
     await cluster.add("p0", "d0")
     reader, writer = cluster["p0"], cluster["d0"]
@@ -287,7 +286,6 @@ LANE_DOWN = TransferFailed("the lane is quarantined", retry_after_s=1.0)
 async def test_a_worker_that_refuses_is_passed_over_and_no_other(
     make: Callable[..., Cluster], refuser: str, error: BatonError, then: tuple[str, str]
 ) -> None:
-    """The other one of the pair has the prompt cached, and has not refused anything."""
     cluster = await with_warm_pair(make)
     if refuser == "d0":
         cluster["d0"].refuse = error
@@ -316,7 +314,6 @@ async def test_a_prompt_that_was_not_sent_does_not_count_as_cached(make: Callabl
 
 @pytest.mark.parametrize("error", [Overloaded("no free blocks"), LANE_DOWN])
 async def test_a_job_waits_for_room_and_for_its_only_lane(make: Callable[..., Cluster], error: BatonError) -> None:
-    """Each attempt is refused at once: counted as failures, they would be over within a second."""
     cluster = make(max_attempts=2, retry_pause_s=0.01)
     await cluster.add("p0", "d0")
     cluster["d0"].refuse = error

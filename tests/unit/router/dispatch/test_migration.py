@@ -58,7 +58,7 @@ def _stands(worker: FakeWorker) -> bool:
 
 
 def drain(cluster: Cluster, worker_id: str) -> None:
-    """It says so, and makes one token more: the router looks where to go when a token comes."""
+    """Drains the worker, and sends one more token, at which the router looks for another worker."""
     worker = cluster[worker_id]
     worker.drain()
     worker.go(None if worker.pause_after is None else worker.pause_after + 1)
@@ -85,7 +85,7 @@ def other(cluster: Cluster, worker_id: str) -> str:
 
 
 async def paused_in(make: Callable[..., Cluster], *worker_ids: str) -> tuple[Cluster, Client, str, str]:
-    """A client whose answer has paused, the worker that writes it, and another one."""
+    """A client with a paused answer, its worker, and another worker."""
     cluster = make()
     await cluster.add(*(worker_ids or ("c0", "c1")))
     client = Client(cluster)

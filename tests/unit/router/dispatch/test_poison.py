@@ -19,12 +19,12 @@ POISON = tuple(range(500, 520))
 
 @pytest.fixture
 def each_death_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake workers die as soon as they are given a request; no two of them are on one host that dies."""
+    """Fake workers die as soon as they get a request, on different hosts."""
     monkeypatch.setattr(poison_requests, "MOMENT_S", 0.0)
 
 
 async def dying_of(worker: FakeWorker, prompt_ids: tuple[int, ...]) -> None:
-    """The worker dies, and comes again, whenever it is given this prompt."""
+    """Kills the worker, again after each restart, when it gets this prompt."""
     while True:
         await worker.until(
             lambda: any(sequence.request.prompt_ids == prompt_ids for sequence in worker.running.values())
@@ -35,7 +35,7 @@ async def dying_of(worker: FakeWorker, prompt_ids: tuple[int, ...]) -> None:
 
 @pytest.fixture
 async def frail(make: Callable[..., Cluster]) -> Cluster:
-    """Four workers that die of POISON, while `dying_of` watches them."""
+    """Four workers that die of POISON."""
     cluster = make(max_attempts=100)
     await cluster.add("c0", "c1", "c2", "c3")
     for worker in cluster.workers.values():
@@ -73,7 +73,7 @@ async def test_requests_beside_a_poison_finish(frail: Cluster) -> None:
 
 
 async def test_two_quick_deaths_cost_no_answer(make: Callable[..., Cluster]) -> None:
-    """None is the reason of either; with `max_attempts` of three, none may fail for being suspected."""
+    """With a `max_attempts` of three, a suspect must not fail."""
     cluster = make()
     await cluster.add("c0")
     [worker] = cluster.workers.values()

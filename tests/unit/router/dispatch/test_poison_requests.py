@@ -46,7 +46,7 @@ class Worker:
             self.suspects.drop(crashes)
 
     async def _runs(self, name: str) -> bool:
-        """Until its next token, or the worker's death. Jobs that begin in one turn of the loop run together."""
+        """Runs until the next token or the worker's death. Jobs that begin in one turn of the loop run together."""
         life = self.num_deaths
         for turn in range(4):
             await asyncio.sleep(0)
@@ -139,7 +139,7 @@ async def test_who_is_under_no_suspicion_waits_for_nobody(suspects: PoisonReques
 
 
 def begin_times(*, count: int, each_s: float, patience_s: float) -> list[float]:
-    """When each of so many suspects may begin, where the answer to a trial takes `each_s` a job, one after another."""
+    """When each suspect may begin, if a trial takes `each_s` for each job, one after another."""
     began: list[float] = []
 
     async def main() -> None:

@@ -137,7 +137,6 @@ async def test_a_pull_that_fails_is_counted_and_the_reader_computes(make: Callab
 async def test_a_failed_pulls_reservation_is_released_before_prefill(
     make: Callable[..., Cluster],
 ) -> None:
-    """In a full memory the request waited for its own reservation, until that one's lease was over."""
     cluster = await two_readers(make)
     cluster["c1"].blocks.clear()
     cluster["c0"].pause_after = 0
@@ -150,7 +149,7 @@ async def test_a_failed_pulls_reservation_is_released_before_prefill(
 
 @pytest.mark.parametrize("reader", ["c0", "p0"])
 async def test_a_pull_that_fails_is_ended_once(make: Callable[..., Cluster], reader: str) -> None:
-    """Whether its request is written where it is read or handed over: each end tells both workers of the pull."""
+    """Each of its two ends notifies both workers of the pull."""
     cluster = await two_readers(make)
     cluster["c1"].blocks.clear()
     if reader == "p0":

@@ -46,7 +46,7 @@ class Visitor:
         self.document = document
 
     async def ask(self, method: str, url: str, *, path: str = "", **given: Any) -> httpx.Response:
-        """`path`: the one of the document, where it has parameters."""
+        """`path`: the document's, if it has parameters."""
         response = await self.http.request(method, url, **given)
         if response.is_error:
             failed = self.document["paths"][path or url][method.lower()]["responses"]["default"]

@@ -59,8 +59,7 @@ def observe(predictor: Predictor, members: list[Member], rng: random.Random, now
 
 @pytest.mark.parametrize("count", [5, 12])
 def test_columns_equal_values_computed_worker_by_worker(count: int) -> None:
-    """Twice the same story: once for all workers together, few or many, as changes come, and once for each of them
-    alone."""
+    """Plays one story for all workers together, and for each alone."""
     rng = random.Random(7)
     together, alone = Predictor(), Predictor()
     offers = FleetTable(together)
@@ -162,7 +161,6 @@ def test_a_large_table_keeps_the_relevant_candidates(count: int) -> None:
 
 
 def test_block_sizes_are_those_of_present_workers() -> None:
-    """Prompts are hashed in each of them: one that is gone would be paid for by every request."""
     offers = FleetTable(Predictor())
     members = [met("w0", WorkerRole.COLOCATED), met("w1", WorkerRole.COLOCATED)]
     for member in members:

@@ -97,7 +97,6 @@ async def test_how_a_revision_keeps_kv_is_told_apart_while_a_roll_runs(make: Cal
 
 
 async def test_caches_of_other_block_sizes_are_matched(make: Callable[..., Cluster]) -> None:
-    """Each hashes in blocks of its own; whoever asks counts in those of the first."""
     cluster, size = make(), BLOCK_SIZE
     await cluster.add("c0")
     await cluster.add("c1", layout=replace(LAYOUT, block_size=2 * size))
@@ -150,7 +149,6 @@ async def test_a_worker_that_does_not_fit_is_named_and_never_used(make: Callable
 
 
 async def test_a_worker_must_fit_all_others(make: Callable[..., Cluster]) -> None:
-    """KV of either could go to p0, but not from one to the other when a sequence moves."""
     cluster = make()
     await cluster.add("p0")
     await cluster.add("d0", layout=replace(LAYOUT, block_size=2 * BLOCK_SIZE))
@@ -209,7 +207,6 @@ async def test_a_worker_that_was_told_to_leave_is_not_called_lost(
 async def test_that_a_worker_is_lost_is_told_once(
     make: Callable[..., Cluster], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That nobody answers there afterwards either is no news, though the reason it is given changes."""
     cluster = make()
     await cluster.add("c0")
     with caplog.at_level(logging.INFO, logger="baton.router"):
@@ -233,7 +230,6 @@ async def test_why_a_worker_cannot_be_reached_is_told_in_words(make: Callable[..
 
 
 async def test_a_worker_may_leave_in_the_moment_it_is_lost(make: Callable[..., Cluster]) -> None:
-    """Both cancel what waits for its messages; only one of them means that it should be met again."""
     cluster = make()
     await cluster.add("c0")
     cluster.fleet.member("c0").connection().lose(WorkerLost("no progress"))

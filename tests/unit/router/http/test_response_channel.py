@@ -44,8 +44,6 @@ def test_tokens_leave_without_waiting_for_acknowledgements(
 
 
 def test_nothing_is_written_to_a_connection_that_closes() -> None:
-    """uvloop raises; and with requests in a pipeline uvicorn tells only the last of them that the client has gone."""
-
     async def body() -> None:
         client, server = socket.socketpair()
         transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=server)

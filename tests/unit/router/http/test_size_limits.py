@@ -29,7 +29,7 @@ async def post(path: str, body: dict[str, Any], gateway: Gateway | None = None) 
 
 @pytest.fixture
 def unvalidated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Validation fails the test: who is refused for a size must not have come to it."""
+    """Fails the test at a validation: sizes must be checked first."""
 
     def parse(*given: object) -> None:
         pytest.fail("the body was validated")
@@ -200,7 +200,6 @@ CALLING: dict[str, Body] = {
 @pytest.mark.parametrize("path", CALLING)
 @pytest.mark.parametrize("levels", [100, 200, 300, 1000])
 async def test_nested_arguments_are_served_or_refused(path: str, levels: int) -> None:
-    """Arguments that a client sends as text stay text if they are nested too deeply."""
     gateway = make_gateway(Scripted(saying("hi")))
     gateway = with_card(gateway, max_model_len=8192)
     body = json.dumps({"model": "tiny"} | CALLING[path]).replace(f'"{DEEP}"', DEEP)

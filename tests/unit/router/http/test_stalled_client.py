@@ -52,7 +52,7 @@ class Answer:
 
 @asynccontextmanager
 async def asking(answer: Answer, stall_s: float) -> AsyncIterator[tuple[socket.socket, ServerState]]:
-    """A client that has sent its request, and its server."""
+    """A client with a sent request, and its server."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         try:

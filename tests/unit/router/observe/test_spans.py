@@ -49,7 +49,6 @@ def stages(spans: list[TraceSpan]) -> list[tuple[str, float, float]]:
 
 
 def test_a_stage_has_its_events_attributes() -> None:
-    """Chunks are counted; what is known of a transfer is its span's, not that of decoding."""
     events = [
         *PAIR[:5], at(3.2, EventKind.CHUNK, tokens=2048), at(3.8, EventKind.CHUNK, tokens=4103), *PAIR[5:7],
         at(5, EventKind.KV_ARRIVED, kv_bytes=1 << 20, transport="shm", hidden_s=2), at(9, EventKind.ENDED),

@@ -20,7 +20,6 @@ def written(*messages: KVEvents) -> dict[int, KVEvent]:
 
 
 def test_repeated_events_are_written_once() -> None:
-    """Doubled messages, and the answer to a gap that overlaps what came anyway."""
     expected = dict(enumerate(EVENTS[:6]))
     assert written(said(0, 2), said(0, 2), said(2, 6)) == expected
     assert written(said(0, 4), said(2, 6)) == expected

@@ -22,7 +22,7 @@ def block(rng: random.Random) -> BlockHash:
 
 
 def conversations(rng: random.Random, num: int) -> list[list[BlockHash]]:
-    """Chains that share beginnings: a few system prompts, and turns that branch off earlier ones."""
+    """Chains with shared beginnings: system prompts, and turns that branch off."""
     chains = [[block(rng) for _ in range(3)] for _ in range(4)]
     while len(chains) < num:
         chain = rng.choice(chains)

@@ -170,7 +170,6 @@ def known(worker_id: str, cached: int = 0, **kwargs: Any) -> Candidate:
 
 @pytest.mark.parametrize("others", [[], ["d1"]], ids=["the only pair", "one of two"])
 def test_a_short_remainder_is_handed_over_from_a_busy_decoder(others: list[str]) -> None:
-    """Also where there is but one pair: what is told of a decision is what it was."""
     busy = [known(name, 960, queued_prefill_tokens=60_000) for name in ("d0", *others)]
     decision = decide(known("p0"), *busy, name="slo")
     assert (decision.prefill, decision.single_worker) == ("p0", None)

@@ -29,7 +29,6 @@ def test_a_worker_that_nobody_has_measured_counts_as_its_pool() -> None:
 
 @pytest.mark.parametrize(("told", "each_s"), [(9_000.0, 1 / 10_500), (12_000.0, 1 / 10_500), (1_000.0, 1 / 1_000)])
 def test_reported_speeds_differ_by_chance_unless_far_apart(told: float, each_s: float) -> None:
-    """They are measured on whatever there was to read: a few tokens of a prompt, or all of a long one."""
     predictor = Predictor()
     others = {9_000.0: (12_000.0,), 12_000.0: (9_000.0,), 1_000.0: (12_000.0, 12_000.0)}[told]
     for number, speed in enumerate(others):
@@ -65,7 +64,6 @@ def test_a_worker_that_left_is_forgotten_with_its_lanes() -> None:
 
 
 def test_a_new_worker_has_no_debt_of_past_work() -> None:
-    """It counts as if it had had so much less that the others are a fifth above the mean."""
     predictor = Predictor()
     for worker_id in ("p0", "p1"):
         predicted(predictor, worker_id, PREFILL, WorkerLoad(), now=0.0)
@@ -91,7 +89,6 @@ def test_recent_work_fades_with_time_and_with_newer_requests() -> None:
 
 
 def test_colocated_answers_count_as_work() -> None:
-    """A worker that finds every prompt in its cache is not idle for that."""
     predictor = Predictor()
     for number in range(40):
         now, sequences = float(number), number % 8 + 1
@@ -126,7 +123,6 @@ def test_an_idle_worker_is_not_held_to_a_step_it_took_long_ago() -> None:
 
 
 def test_prefill_steps_do_not_slow_a_colocated_workers_estimate() -> None:
-    """Or all that comes would go to whichever is not reading just now, until it is the slow one."""
     predictor = Predictor()
     reading = WorkerLoad(num_running=9, decode_step_s=0.13, prefill_tokens_per_s=20_000.0)
     writing = WorkerLoad(num_running=9, decode_step_s=0.02, prefill_tokens_per_s=20_000.0)
@@ -151,7 +147,6 @@ def test_prefill_steps_do_not_slow_a_colocated_workers_estimate() -> None:
 
 
 def test_a_reported_speed_is_counted_once() -> None:
-    """At twice as slow as the mean a worker's word counts by itself; until then what it took was learned."""
     predictor, mean = Predictor(), 1000.0
 
     def reading_s(slower: float) -> float:
@@ -185,7 +180,6 @@ def test_prefill_of_a_long_prompt_is_no_overhead() -> None:
 
 
 def test_ttft_overhead_is_learned_and_halves_when_stale() -> None:
-    """A long prompt's reading is no part of it, nor is a stall, nor what busy workers were late by."""
     predictor = Predictor()
 
     def first_token(num_tokens: int, seconds: float, now: float, on_idle: bool = True) -> None:
@@ -211,7 +205,6 @@ def test_ttft_overhead_is_learned_and_halves_when_stale() -> None:
 
 
 def test_ttft_overhead_is_forgotten_with_time_and_new_workers() -> None:
-    """Whoever is refused for it is never observed: nothing else would lower it."""
     predictor, load = Predictor(), WorkerLoad()
 
     def overhead_s(now: float) -> float:

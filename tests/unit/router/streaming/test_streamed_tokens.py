@@ -220,7 +220,7 @@ async def test_an_answer_leaves_nothing_for_the_collector(two: Cluster, asked: d
 
 
 def spoken() -> tuple[int, str]:
-    """A prompt whose first ten tokens are whole characters, and what they say."""
+    """A prompt whose first ten tokens are whole characters, and its text."""
     says = byte_level().vocabulary.whole_text
     for prompt in range(4, 512):
         texts = [text for token in expected_tokens((prompt,), 10) if (text := says(token)) is not None]

@@ -78,7 +78,6 @@ def left(table: SinkTable, numbers: Sequence[int], token_ids: Sequence[int], now
 
 
 def test_the_time_between_tokens_is_counted_where_they_are_taken() -> None:
-    """Also that before the first one, after a token that came another way."""
     table, itl = SinkTable(), ItlHistogram(BOUNDS)
     choices = {number: Choice(itl=itl) for number in (1, 2)}
     for number, choice in choices.items():

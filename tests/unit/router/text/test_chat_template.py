@@ -240,7 +240,6 @@ def test_turns_of_one_role_are_joined() -> None:
 
 @pytest.mark.parametrize("call_id", ["call_abcdefghijklmnopqrstuvwx", "c1", "toolu_1", "tool-1-é-"])
 def test_foreign_call_ids_are_translated(call_id: str) -> None:
-    """A conversation that another model began goes on with one of Mistral's."""
     source = (
         "{% for m in messages %}"
         "{% for id in ([m.tool_call_id] if m.tool_call_id else m.tool_calls | map(attribute='id')) %}"

@@ -149,7 +149,7 @@ def mistral() -> Texts:
 
 @cache
 def unigram() -> Texts:
-    """A model that would find its control tokens in any text."""
+    """A model with control tokens among the words of any text."""
     pieces = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "▁", *sorted(set("[/INST]<s>abcdefghijklmnopqrtuvwxyz|"))]
     model = models.Unigram([(piece, -float(i > 5)) for i, piece in enumerate(pieces)], unk_id=0, byte_fallback=False)
     backend = Tokenizer(model)
@@ -230,7 +230,7 @@ def test_content_never_becomes_control(name: str, data: st.DataObject) -> None:
 
 
 def worded(name: str, words: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A conversation with words of a request wherever it may have some that are no message's text."""
+    """A conversation with a request's words in every place outside messages."""
     texts = words["content"], "x"  # what the model has said keeps its tags
     content, said = ([{"type": "text", "text": text}] for text in texts) if name == "parted" else texts
     called = {"name": words["called"], "arguments": words["arguments"]}
@@ -247,7 +247,7 @@ def worded(name: str, words: Mapping[str, Any]) -> tuple[list[dict[str, Any]], d
 
 
 def harmless(value: Any, names: dict[str, str]) -> Any:
-    """The same with other strings, which are the same where these are."""
+    """Replaces strings so that equal ones stay equal."""
     match value:
         case str():
             return names.setdefault(value, f"q{len(names)}") if value.strip() else value
@@ -296,7 +296,6 @@ def test_keys_of_a_schema_forge_no_turn() -> None:
 
 
 def test_words_resembling_control_leave_the_prompt_unchanged() -> None:
-    """Templates look keys up, compare values and sort them, also where they could be part of a control token."""
     schema = {"type": "object", "properties": {"user": {}, "end": {}, "system": {}, "Tool": {"type": "end"}}}
     tools = [{"type": "function", "function": {"name": "send_end", "parameters": schema}}]
     messages = [{"role": "user", "content": "the end", "name": "Assistant 1"}]

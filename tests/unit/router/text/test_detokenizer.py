@@ -88,7 +88,6 @@ def test_ids_without_a_token_say_nothing() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_plain_amid_a_character(family: Family) -> None:
-    """A special token neither: what follows it is not."""
     tokenizer = family()
     detokenizer, special = Detokenizer(tokenizer.vocabulary), min(tokenizer.vocabulary.special)
     assert detokenizer.is_clear

@@ -113,7 +113,7 @@ def test_a_token_begins_a_stretch_unless_it_asks_what_is_before_it(flag: str, re
 
 
 def test_a_tokenizer_that_cannot_be_cut_reads_the_whole() -> None:
-    """No tokenizer of the library is known to; a reader that counts what is in front stands for one."""
+    """Uses a reader that counts preceding text, since no tokenizer of the library does."""
 
     def counting(parts: Any) -> list[list[int]]:
         return [list(range(len(text))) for text, _ in parts]

@@ -29,7 +29,6 @@ from router.text.control import _CASED
     ],
 )  # fmt: skip
 def test_a_template_may_look_at_a_word_that_resembles_control(look: str) -> None:
-    """Before it writes a control token of its own."""
     source = "{% set word = tools[0].function.name %}{% if LOOK %}<|start|>{% endif %}<|{{ word }}x|>".replace(
         "LOOK", look
     )
@@ -49,7 +48,6 @@ def test_a_template_may_replace_content_resembling_control() -> None:
 
 @pytest.mark.parametrize("look", ["text", "of(content, {})", "veils", "_text", "content.text"])
 def test_no_attribute_reveals_a_veiled_word(look: str) -> None:
-    """Templates ask so for the text of a part, which may be a string."""
     source = "{% set content = messages[0].content %}<|{{ content.LOOK or '' }}|>".replace("LOOK", look)
     template = ChatTemplate(source, added_tokens={"<|end|>": True})
     with suppress(InvalidRequest):

@@ -33,7 +33,7 @@ class Past:
     def read(
         self, prompt: tuple[int, ...] = PROMPT, *, by: str = "p0", found: int = 0, salt: bytes = b"", **cached: int
     ) -> RequestTrace:
-        """`found` blocks were in the cache of the worker that read it; the index had `cached` on each."""
+        """`found` blocks were in the prefill worker's cache; the index expected `cached` on each."""
         self.num += 1
         name = f"r{self.num}"
         job = Job(request_id=f"{name}-0", group_id=name, prompt_ids=prompt, sampling=SamplingParams(), cache_salt=salt)

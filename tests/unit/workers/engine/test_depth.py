@@ -165,7 +165,6 @@ def test_an_id_may_be_reused_while_its_step_is_in_flight() -> None:
 
 
 def test_nobody_is_preempted_while_a_step_is_in_flight() -> None:
-    """Two answers grow until only one of them has room: as often as without steps in flight."""
     counts = []
     for depth in (0, 1):
         toy = ToyEngine(num_blocks=12, depth=depth)

@@ -244,7 +244,6 @@ class TestLoad:
         assert toy.engine.load().num_free_blocks == 64
 
     def test_pace_is_measured_with_the_clock_it_was_given(self) -> None:
-        """Every run takes one second of this clock."""
         toy = ToyEngine(prefill_chunk=50)
         assert (toy.engine.load().prefill_tokens_per_s, toy.engine.load().decode_step_s) == (0.0, 0.0)
         toy.serve(ask("r", range(100), 10))

@@ -15,7 +15,6 @@ def test_the_figure_is_the_worst_layers() -> None:
 
 
 def test_whole_experts_are_compared_with_a_placement_by_load() -> None:
-    """Experts 0, 2 and 4 are rank 0's. A replica of the popular one on each rank, with a slot more, evens them out."""
     load = ExpertLoad([torch.tensor([5] * 6), torch.tensor([60, 10, 10, 10, 10, 10])], num_ranks=2)
     loads = load()
     assert loads.experts == 60 * 6 / 110

@@ -11,7 +11,6 @@ from workers.grammar.guidance import DeepThreads
 
 
 def test_stuck_threads_work_is_done_by_successors() -> None:
-    """Whoever looked them up a moment before they were replaced would wait behind who is stuck, for ever."""
     stuck, end = threading.Event(), threading.Event()
     threads = DeepThreads("stuck")
 
@@ -32,8 +31,6 @@ def test_stuck_threads_work_is_done_by_successors() -> None:
 
 
 def test_threads_for_fast_requests_do_not_inherit_a_low_priority() -> None:
-    """A compiled grammar asks for its mask from the thread that compiled it, and that thread is nice."""
-
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 

@@ -54,7 +54,6 @@ def evict(toy: ToyEngine) -> None:
 class TestHits:
     @pytest.mark.parametrize("head_stays", [True, False])
     def test_pages_without_a_heads_kv_return_without_it(self, *, head_stays: bool) -> None:
-        """Where it never moves to the host, all pages from there lack it."""
         toy = ToyEngine(num_blocks=32, host_slots=100)
         toy.serve(ask("first", LONG, 1))
         cached = toy.pool.match(chain_hashes(LONG, BLOCK))
@@ -317,7 +316,7 @@ EVENT = st.one_of(
 def test_whatever_happens_answers_are_right_and_nothing_leaks(
     happens: list[Any], num_blocks: int, host_slots: int, patience: int, depth: int
 ) -> None:
-    """The books are checked after every step, and an index that heard all events knows what is where."""
+    """Counts are checked after every step, and an index with all events agrees."""
     toy = ToyEngine(
         num_blocks=num_blocks, host_slots=host_slots, depth=depth, prefill_chunk=16, max_num_batched_tokens=32,
         max_num_seqs=4, log_capacity=100_000,

@@ -53,7 +53,6 @@ def test_blocks_move_to_other_places_of_another_cache() -> None:
 
 @given(st.data())
 def test_a_cut_equals_indexing_and_fits_any_other(data: st.DataObject) -> None:
-    """Some layers, some heads, parts of blocks: out of one cache into another with blocks of another size."""
     source, destination = filled(6), KVStorage(replace(LAYOUT, block_size=1), num_blocks=20)
     blocks = data.draw(st.permutations(range(6)).map(lambda ids: ids[:3]))
     first = data.draw(st.integers(0, 5))
@@ -116,7 +115,7 @@ def grouped(parts: tuple[KVPart, ...], tp: int) -> KVLayout:
 
 
 def bytes_of(layout: KVLayout, rank: int, *, fill: bool) -> KVStorage:
-    """Every byte depends on its place among all heads, with a storage of the layout's head beside it."""
+    """Every byte depends on its place among all heads; a head's storage is beside."""
     storage = KVStorage(layout, num_blocks=6)
     for part in layout.parts:
         num_layers = layout.num_layers
@@ -149,7 +148,6 @@ OWN_HEAD = KVHead(
 def test_parts_of_any_shape_travel_between_ranks(
     parts: tuple[KVPart, ...], head: KVHead | None, tps: tuple[int, int]
 ) -> None:
-    """And with them the KV of a head, which has more heads here, and other layers."""
     source, destination = (replace(grouped(parts, tp), head=head) for tp in tps)
     assert head is None or can_move_head(source, head.parts)
     assert why_incompatible(source, destination) is None

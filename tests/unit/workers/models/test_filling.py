@@ -56,7 +56,6 @@ def parts_of(sizes: dict[str, int]) -> tuple[PartLoader, list[LoadPart], list[st
 
 
 def test_progress_ends_when_all_is_packed() -> None:
-    """It stood at 100 % while a model was packed, which took longer than reading it."""
     loader, parts, packed = parts_of({f"p{index}": 8 * (index + 1) for index in range(20)})
     seen: list[tuple[int, int, int]] = []
     loader.load(parts, lambda done, total: seen.append((done, total, len(packed))), num_threads=3)
@@ -80,7 +79,6 @@ def test_loading_threads_keep_torchs_number_of_threads() -> None:
 
 @pytest.mark.parametrize(("num_loading", "num_left", "starts"), [(0, 0, True), (100, 300, True), (100, 0, False)])
 def test_little_is_unpacked_at_the_end(num_loading: int, num_left: int, starts: bool) -> None:
-    """Else a load takes more memory than the packed weights: parts that are read lie beside them."""
     assert may_start(100 * MIB, num_loading * MIB, num_left * MIB) is starts
 
 

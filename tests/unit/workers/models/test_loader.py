@@ -42,7 +42,7 @@ def write_config(folder: Path, **changes: object) -> None:
 
 
 def expected_tensors(folder: Path) -> Tensors:
-    """One random tensor for each that config.json makes necessary."""
+    """A random tensor for each that config.json requires."""
     context = LayerContext(
         device="cpu", dtype=torch.float32, parallel=Solo(), kernels=kernels_for("cpu"), encodings=only_floats
     )

@@ -294,7 +294,6 @@ def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
 
 
 def test_ministral_3_as_mistral_published_it(tmp_path: Path) -> None:
-    """FP8 with stored scales of activations, beside a part for images that is not converted."""
     rope = {"rope_type": "yarn", "type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
             "original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0,
             "llama_4_scaling_beta": 0.1}  # fmt: skip

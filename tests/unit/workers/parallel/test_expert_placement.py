@@ -52,7 +52,6 @@ def test_the_heaviest_experts_get_the_replicas() -> None:
 
 
 def test_groups_stay_on_their_node() -> None:
-    """Two nodes, four groups of three experts: a router that picks a group finds it on one node."""
     loads = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
     placed = place_experts(loads, num_slots=16, num_ranks=8, num_nodes=2, num_groups=4)
     nodes = [{expert // 3 for rank in placed.ranks[first : first + 4] for expert in rank} for first in (0, 4)]

@@ -12,7 +12,7 @@ from workers.weights.group_rounding import GroupRounding, fp8_rows
 
 
 def correlated(num_tokens: int, num_inputs: int) -> torch.Tensor:
-    """Inputs of a few directions, some much larger than others, as those behind a norm are."""
+    """Inputs of a few directions with uneven sizes, as after a norm."""
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(num_tokens, num_inputs // 4, generator=generator) @ torch.randn(
         num_inputs // 4, num_inputs, generator=generator
@@ -115,7 +115,6 @@ def test_awq_loses_less_than_rounding_to_nearest() -> None:
 
 
 def test_awq_skips_inputs_whose_producer_has_other_outputs() -> None:
-    """With grouped queries several heads of o_proj's inputs come from one head of v_proj."""
     layer, sample = "model.layers.0", InputSample(64)
     sample.add(correlated(100, 64))
     tensors = {

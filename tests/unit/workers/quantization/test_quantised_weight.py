@@ -55,7 +55,7 @@ def test_columns_are_selected_wherever_their_bits_are(bits: int, num_values: int
 def make_weight(
     *, outputs: int = 5, inputs: int = 48, bits: int = 4, group: int = 16, form: str = "zeros", seed: int = 0
 ) -> QuantisedWeight:
-    """Random, in one of the forms that formats take."""
+    """A random weight in one of the formats' forms."""
     generator = torch.Generator().manual_seed(seed)
     groups = -(-inputs // group)
     scale = GroupValues(value_OB=torch.rand(outputs, groups, generator=generator).half())
@@ -159,7 +159,6 @@ def test_weights_that_differ_in_form_are_not_joined() -> None:
 
 
 def test_columns_may_be_missing() -> None:
-    """EXL2 has several weights of one projection, each with some of its inputs."""
     weight = make_weight(form="ordered")
     part = replace(weight.cut_inputs(3, 20), num_inputs=48)
     assert part.num_columns == 20

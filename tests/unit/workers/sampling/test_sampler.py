@@ -64,7 +64,7 @@ def reference_logits(logits: Sequence[float], one: Sample) -> list[float]:
 
 
 def reference_probs(logits: Sequence[float], one: Sample) -> list[float]:
-    """The distribution that `one` asks for, by the definitions of the filters."""
+    """The distribution of `one`, by the filters' definitions."""
     params = one.params
     scaled = [value / params.temperature for value in reference_logits(logits, one)]
     weights = [math.exp(value - max(scaled)) for value in scaled]
@@ -231,7 +231,6 @@ def test_the_input_is_left_alone() -> None:
 def test_a_token_on_the_device_is_penalised_bit_by_bit(
     outputs: list[list[int]], repetition: float, frequency: float, presence: float
 ) -> None:
-    """The last token of every other row is not among those told: it lies where the step before sampled it."""
     penalties: dict[str, Any] = {
         "repetition_penalty": repetition,
         "frequency_penalty": frequency,

@@ -77,7 +77,6 @@ class TestSteps:
         assert toy.scheduler.plan(0.0) is None
 
     def test_reservations_resume_when_starved_requests_have_left(self) -> None:
-        """No plan is made any more that would find it out: they were refused for ever, with all blocks free."""
         toy = ToyEngine(num_blocks=8)  # of 4 tokens
         toy.submit(ask("r0", range(24)), ask("r1", range(30, 54)))
         toy.step()
@@ -305,7 +304,6 @@ class TestAdoption:
         assert answers["large"].token_ids == by_hand(range(500, 532), 2)
 
     def test_a_leaving_starved_request_unblocks_others(self) -> None:
-        """There may be no plan any more that would find that out."""
         role = Adopting()
         toy = ToyEngine(role=role, num_blocks=10)
         toy.submit(ask("large", range(500, 532), 2))

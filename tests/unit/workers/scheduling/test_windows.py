@@ -152,7 +152,6 @@ def test_a_context_is_served_that_would_not_fit_without_freeing() -> None:
 
 
 def test_the_load_counts_blocks_of_all_layers() -> None:
-    """The gateway compares them with blocks of a prompt, which have all layers."""
     toy = WindowEngine((None, 8, 8), num_pages=90)
     load = toy.engine.load()
     assert (load.num_blocks, load.num_free_blocks) == (30, 30)
@@ -231,7 +230,6 @@ class TestHostTier:
         assert toy.pool.match_prefix(chain_hashes(LONG, 4)).num_blocks == 25, "it is cached there again"
 
     def test_pages_that_slid_behind_a_window_are_not_copied(self) -> None:
-        """Only those that a following prompt reads, at any length of the answer."""
         for num_tokens in range(1, 9):
             toy = WindowEngine((None, 8), num_pages=60, host_slots=200, prefill_chunk=8)
             toy.serve("cold", LONG, num_tokens)

@@ -77,7 +77,6 @@ def test_rates_follow_the_sequence_and_its_sort() -> None:
 
 
 def test_later_positions_have_their_own_rate() -> None:
-    """A match of one token is right once in four times; then all of the draft is."""
     acceptance = Acceptance()
     for turn in range(200):
         acceptance.observe(f"r{turn}", draft(evidence=1), 4 if turn % 4 == 0 else 0)
@@ -89,7 +88,6 @@ def test_later_positions_have_their_own_rate() -> None:
 
 
 def test_a_change_of_text_is_noticed() -> None:
-    """It drafted well, then badly, then not at all: others' rate counts again."""
     acceptance = Acceptance()
     for _ in range(30):
         acceptance.observe("r", draft(), 4)
@@ -137,7 +135,6 @@ def best_by_hand(chains: list[list[float]], num_rows: int, num_positions: int, m
 
 @pytest.mark.parametrize("seed", range(12))
 def test_chosen_lengths_are_the_best_there_are(seed: int) -> None:
-    """Or none, where even those bring less than `LEAST_GAIN`."""
     chance = Random(seed)
     rates = [(chance.randrange(5), chance.uniform(0.05, 0.95), chance.uniform(0.05, 0.95)) for _ in range(3)]
     chains = [[first * further**place for place in range(length)] for length, first, further in rates]

@@ -54,7 +54,7 @@ class Steps:
         self.right = False
 
     def run(self, num_steps: int = 1, *, num_prompt: int = 0) -> int:
-        """Runs steps, each with so many tokens of a prompt beside it. Returns the number of drafts."""
+        """Runs steps with so many prompt tokens beside each. Returns the number of drafts."""
         total = 0
         for _ in range(num_steps):
             sizes = {"num_rows": 1, "num_positions": 1 + num_prompt, "budget": 100}
@@ -137,7 +137,6 @@ def test_repeated_pauses_grow_up_to_a_limit() -> None:
 
 
 def test_steps_beside_prompts_and_behind_them_do_not_count() -> None:
-    """The time of a prompt's entries comes with the step after it."""
     head = Entries(0.0)
     steps = Steps(head)
     for _ in range(2 * TRIAL_STEPS):
@@ -150,7 +149,6 @@ def test_steps_beside_prompts_and_behind_them_do_not_count() -> None:
 
 
 def test_drafts_beside_prompts_do_not_pay_for_others() -> None:
-    """Its cost there is not counted, either: a head that cost time was never paused."""
     head = Entries(1.3 * STEP_S)
     steps = Steps(head)
     for _ in range(2 * TRIAL_STEPS):

@@ -84,7 +84,6 @@ def test_right_drafts_save_steps_and_are_counted_by_position() -> None:
 
 
 def test_no_block_with_an_unverified_token_is_reported() -> None:
-    """Nor found by another prompt: events name blocks of the answer alone."""
     prompt = (3, 1, 4, 1, 5)
     plain = ToyEngine()
     plain.serve(ask("r", prompt, 25))

@@ -107,7 +107,6 @@ def test_a_sweep_leaves_out_impossible_clusters_with_reasons() -> None:
 
 
 def test_unplaceable_requests_count_as_missed(tmp_path: Path) -> None:
-    """Longer than its memory, not longer than the other's: else the smaller one would be tried with less."""
     trace = tmp_path / "trace.jsonl"
     line = '{"timestamp": %d, "input_length": %d, "output_length": 4, "hash_ids": %s}\n'
     trace.write_text(
@@ -224,7 +223,6 @@ def test_flags_that_exclude_each_other_are_refused(arguments: tuple[str, ...], p
 
 
 def test_two_flags_do_not_write_one_file(tmp_path: Path) -> None:
-    """Nor one that another reads."""
     file = tmp_path / "run.json"
     file.write_text("[]")
     for flags in (

@@ -35,7 +35,6 @@ def test_steps_take_as_long_as_kernels_that_were_measured() -> None:
 
 
 def test_steps_take_as_long_as_the_engines_on_an_h200() -> None:
-    """The steps of `benchmarks.gpu.engine`, in the middle of those that it measures."""
     measured = json.loads((NOTES.parent / "gpu-h200" / "engine.json").read_text(encoding="utf-8"))
     seconds = {figure["what"]: figure["seconds"] for figure in measured["figures"]}
     model = Roofline(gpu=GPUS["h200"], model=MODELS["llama-3-8b"], tp=1, host_s=0.0)
@@ -78,7 +77,6 @@ def test_oversized_weights_are_refused_with_a_number_of_gpus() -> None:
 
 
 def test_a_named_fix_is_valid() -> None:
-    """671 GB need 10 GPUs of 80 GB, and 10 do not divide the heads; of 1 GB each no number of them is enough."""
     with pytest.raises(Misconfigured, match="use 16 GPUs or more"):
         num_blocks(GPUS["h100"], MODELS["deepseek-v3"], tp=8, block_size=64)
     assert num_blocks(GPUS["h100"], MODELS["deepseek-v3"], tp=16, block_size=64) > 0
@@ -87,8 +85,6 @@ def test_a_named_fix_is_valid() -> None:
 
 
 def test_ranks_beyond_the_key_value_heads_keep_copies() -> None:
-    """An H200 of eight has 344 GB beside DeepSeek's weights: 4.9 million tokens of 70 kB if they shared, which one head
-    of MLA does not allow."""
     mla, gqa = MODELS["deepseek-v3"], MODELS["llama-3-70b"]
     assert num_blocks(GPUS["h200"], mla, tp=8, block_size=64) * 64 == pytest.approx(344e9 / 70_272 / 8, rel=0.01)
     assert gqa.kept_bytes(8) == gqa.kv_bytes == gqa.kept_bytes(16) / 2
@@ -107,8 +103,6 @@ def test_gpus_of_two_hosts_reduce_over_the_network() -> None:
 
 
 def test_absorbed_latent_attention_reads_the_cached_vector() -> None:
-    """A head compares 512 + 64 numbers with each position, and sums up 512: where nothing else bounds it, that is the
-    arithmetic of 16 heads a GPU and 61 layers."""
     slow = Roofline(gpu=GPUS["h200"], model=MODELS["deepseek-v3"], tp=8, slowness=1000)
     share = FITTED["h200"].latent.compute_share
     some, more = (slow.parts(step_of([(1, context)] * 8)).attention for context in (1000, 2000))

@@ -35,7 +35,6 @@ def test_turns_after_a_failed_one_are_reported_as_missed(tmp_path: Path) -> None
 
 
 def test_a_left_out_load_is_reported_and_missed(tmp_path: Path) -> None:
-    """It was told on stderr alone, and a sweep met its objective for all of what was left."""
     figures, page = tmp_path / "run.json", tmp_path / "run.html"
     limit = "settings.worker.max_model_len=900"
     load = "workload.name=conversations", *SMALL, "workload.input_len=50:900", limit
@@ -128,7 +127,6 @@ def test_costs_below_a_cent_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_soaks_cluster_reports_its_description_and_cost() -> None:
-    """There was no such line, and all that it cost was USD 0."""
     shapes = set()
     for seed in range(1, 9):
         told = " ".join(answer("--replay", str(seed)).split())

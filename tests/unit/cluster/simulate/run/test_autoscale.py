@@ -73,7 +73,6 @@ def test_a_fleet_that_shrinks_under_full_streams_drops_none() -> None:
 
 
 def test_waiting_requests_are_late_for_the_planner() -> None:
-    """A fleet that may not grow, with twice the prompts that it can read."""
     load = GeneratedLoad(num_requests=160, rate=8.0, prompts=LONG, outputs=Lengths(low=4, high=20), seed=3)
     outcome, planned = planned_run(ONE_EACH, load, "1:1")
     last = [record for record in outcome.records if (record.due_s or 0.0) > 6.0]

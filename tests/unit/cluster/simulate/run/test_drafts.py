@@ -20,7 +20,7 @@ from tests.unit.cluster.simulate.towns import sessions, town
 
 
 def run(acceptance: Sequence[float] = (), *, num: int = 6, thorough: bool = False, **fields: Any) -> SimulationOutcome:
-    """Answers of a lightly loaded colocated worker: each has its tokens, or `simulate` raises AssertionError."""
+    """Answers of a lightly loaded colocated worker; `simulate` checks their tokens."""
     config = town(prefill=0, decode=1, leaping=True)
     drafter = SimulatedDrafter(source="ngram", acceptance=tuple(acceptance), max_drafts=6, **fields)
     spec = replace(config.spec, drafter=drafter if acceptance else None, thorough=thorough)
@@ -56,7 +56,6 @@ def test_right_drafts_save_steps_and_wrong_ones_are_not_made() -> None:
 
 
 def test_a_position_is_accepted_as_often_as_was_given() -> None:
-    """If those before it are: 0.9, then half of these, and half of the latter."""
     accepted_at = drafts(run((0.9, 0.5), num=20)).accepted_at
     assert accepted_at[:3] == pytest.approx([0.9, 0.45, 0.225], abs=0.06)
 

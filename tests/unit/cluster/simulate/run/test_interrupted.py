@@ -18,7 +18,7 @@ from tests.unit.cluster.simulate.asking import SMALL, call
 
 
 def interrupt_at(monkeypatch: pytest.MonkeyPatch, number: int, kind: str = "") -> None:
-    """Ctrl-C when so many events of that kind have been told of."""
+    """Presses Ctrl-C after so many events of this kind."""
     note, left = SimulationLog.note, [number]
 
     def note_and_interrupt(event_log: SimulationLog, told: str, subject: str, **facts: object) -> None:

@@ -58,7 +58,7 @@ def test_a_block_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_that_is_freed_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that counts one holder of a block and no more, and does not mind who gives it back."""
+    """Plants a pool that counts one holder of a block and ignores who releases it."""
     acquire, release = BlockPool.acquire, BlockPool.release
 
     def acquire_once(pool: BlockPool, block_ids: Iterable[int]) -> None:
@@ -73,8 +73,8 @@ def test_a_block_that_is_freed_too_early_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def having(what: str, seed: int, owner: type[Any], name: str, *, matters: Callable[..., object] | None = None) -> int:
-    """The seed of a soak's cluster, once it has been seen that a sound one has the situation without which what is
-    about to be broken hurts nobody: a call that `matters`, or else whose result is something."""
+    """Returns a soak's seed after a check that its sound cluster reaches the situation in which the planted bug
+    matters: a call that `matters`, or whose result is true."""
     sound, num_times = getattr(owner, name), 0
 
     def watched(*arguments: Any) -> Any:
@@ -155,8 +155,6 @@ def test_a_request_starved_of_room_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_somebody_in_line_who_has_gone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks after the line, and whoever gives up stays in it."""
-
     async def look_away(admission: Admission) -> None: ...
 
     monkeypatch.setattr(Admission, "_watch", look_away)
@@ -183,7 +181,6 @@ def test_a_worker_that_does_not_come_back_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_prompt_that_is_held_for_nobody_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its worker is soon started again, for it has work and makes no progress: that is not how to let go."""
     forget = Outgoing.drop
 
     def keep(outgoing: Outgoing, request: Request) -> None:
@@ -258,8 +255,6 @@ def test_leftovers_of_a_lost_gateway_are_found(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_deadlock_over_blocks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their worker was taken for dead after a while, and started again: that hid it."""
-
     def ties(scheduler: Scheduler) -> bool:
         runs = scheduler._running or scheduler._in_flight or len(scheduler.onloads)
         return not runs and sum(bool(request.adopted) for request in scheduler._waiting) > 1
@@ -306,7 +301,6 @@ def test_tokens_counted_for_ended_requests_are_found(monkeypatch: pytest.MonkeyP
 
 
 def test_state_kept_from_a_former_life_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either rule alone forgets it: whoever meets a new life, and whoever hears of its first event."""
     accept = EventCursor.accept
 
     def add(cursor: EventCursor, message: KVEvents) -> tuple[KVEvent, ...] | Gap:

@@ -70,8 +70,7 @@ def test_the_fingerprint_does_not_depend_on_how_python_hashes() -> None:
     [(1, 2, "slo", 1, 2), (0, 2, "prefix_aware", 0, 2), (2, 2, "slo", 0, 1), (0, 2, "slo", 1, 1)],
 )
 def test_leaps_change_no_event(prefill: int, decode: int, policy: str, depth: int, num_gateways: int) -> None:
-    """Whatever the policy learns from: the pace that workers tell of, when tokens came, what caches hold and evict.
-    With one gateway, which is not told of every token of an answer, and with two."""
+    """With every policy input that leaps could change, and one or two gateways."""
     asked = sessions("conversations", num=40, rate=12.0)
     config = town(prefill=prefill, decode=decode, num_blocks=700, num_gateways=num_gateways)
     config = replace(config, router=replace(config.router, policy=policy), spec=replace(config.spec, depth=depth))
@@ -92,7 +91,7 @@ def test_leaps_change_no_event_among_equal_workers(policy: str, depth: int, rate
 
 
 def test_loaded_blocks_are_intact_with_and_without_leaps() -> None:
-    """Clients check every token against all that came before it: a block that is not what it was would show."""
+    """Clients check every token against all earlier ones."""
     asked = sessions("conversations", num=30, rate=20.0, max_output=40)
     config = town(prefill=0, decode=1, num_blocks=150, audit_every=50)
     config = replace(config, spec=replace(config.spec, host_blocks=2000, host_bytes_per_s=50e9, thorough=True))
@@ -190,7 +189,7 @@ def test_leaps_save_messages() -> None:
 
 
 def test_a_long_prompts_kv_does_not_wait_for_other_prompts() -> None:
-    """4 GB of it, on a lane of 50 GB/s that stages 256 MiB, beside steps of 0.4 s: it waited for eight of them."""
+    """4 GB of KV on a lane of 50 GB/s that stages 256 MiB, beside steps of 0.4 s."""
     asked = [
         UserSession(
             number=n, due_s=0.0, turns=(SessionTurn(spans=(PrefixSpan(key=(n, 0), num_tokens=30_000),), num_output=3),)

@@ -27,7 +27,7 @@ NUM_TESTS = 8
 
 @pytest.mark.parametrize("first", range(0, SEEDS_A_TEST * NUM_TESTS, SEEDS_A_TEST))
 def test_no_invariant_breaks_whatever_happens(first: int) -> None:
-    """`baton simulate --soak 96` is the same; `--replay SEED` shows one of them."""
+    """The trials of `baton simulate --soak 96`; `--replay SEED` shows one."""
     for seed in range(first, first + SEEDS_A_TEST):
         try:
             soak_trial.run(soak_trial.trial(seed))
@@ -58,7 +58,7 @@ def test_leaps_change_no_event_in_trouble_either(seed: int) -> None:
 
 @pytest.fixture
 def leaps_of_preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Who leapt after having been preempted: without any, a seed no longer has the situation that it stands for."""
+    """Requests that leapt after a preemption. Without any, the seed has lost its situation."""
     advance, names = Engine.advance, list[str]()
 
     def watched(engine: Engine, now: float, num_steps: int = 1) -> list[SequenceUpdate]:
@@ -71,7 +71,6 @@ def leaps_of_preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_leap_continues_from_the_last_sampled_token(leaps_of_preempted: list[str]) -> None:
-    """Seed 43 preempts: what was computed is computed again, all but its last token in a step that samples nothing."""
     leaping, stepping = leapt_and_stepped(soak_trial.trial(43))
     assert leaping.fingerprint == stepping.fingerprint
     assert leaps_of_preempted

@@ -64,7 +64,6 @@ def test_a_run_can_be_looked_at_and_is_the_same_for_it() -> None:
 
 
 def test_a_simulation_that_was_watched_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever had watched one kept it: a sweep of 48 clusters ended with all of them in memory."""
     made: weakref.WeakSet[SimulatedDeployment] = weakref.WeakSet()
     start = SimulatedDeployment.start
 

@@ -77,7 +77,6 @@ def test_a_timeout_that_was_not_needed_leaves_nothing_behind() -> None:
 
 
 def test_live_timers_are_not_swept_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sleep that is over cancels its timer, which is among the others no more."""
     sweep, num_sweeps = heapq.heapify, 0
 
     def counted(timers: list[Any]) -> None:

@@ -83,7 +83,7 @@ def an_hour(until: int) -> History:
 async def page(
     browser: Browser, cluster: Cluster, until: int, width: int = 1000
 ) -> AsyncIterator[tuple[Tab, httpx.AsyncClient]]:
-    """The page of a cluster with an hour behind it, which has answered one request."""
+    """The page of a cluster with an hour of history and one answered request."""
     async with operating(cluster, history=an_hour(until)) as (client, _):
         assert (await ask(client, "first")).status_code == 200
         async with browser.tab(str(client.base_url), width=width) as tab:

@@ -167,12 +167,12 @@ DOOR, WRONG = "Whoever wants to see this cluster needs a key.", "This key does n
 
 
 def shown(lines: list[str]) -> list[str]:
-    """Which of all these there are lines of."""
+    """The texts that are on the page."""
     return [pattern for pattern in [*TOLD, *WHY, DOOR, WRONG] if any(re.fullmatch(pattern, line) for line in lines)]
 
 
 async def story(cluster: Cluster, writer: str, directory: Path, href: str = "") -> dict[str, list[str]]:
-    """The pages of a visitor who comes when one request has ended and `writer` runs another."""
+    """The pages of a visitor after one request, while `writer` runs another."""
     if shutil.which("node") is None or await node("--print", "typeof fetch") != "function\n":
         pytest.skip("there is no node that has fetch, in which the page's script would run: version 18 does")
     (directory / "tenants.toml").write_text(TENANTS)

@@ -36,7 +36,7 @@ FACES: dict[str, dict[str, Any]] = {
 
 
 def counted(path: str, answer: dict[str, Any]) -> tuple[int, int]:
-    """Tokens of the prompt and of the answer, as the API counts them."""
+    """Tokens of the prompt and the answer, by the API's usage."""
     usage = answer.get("usage", answer)
     match path:
         case "/v1/messages":
@@ -90,7 +90,7 @@ async def test_replayed_answers_go_on_behind_their_end_in_every_api_of_agents(ig
 
 
 async def test_a_later_system_turn_is_read_through_every_api() -> None:
-    """Claude Code puts such turns behind the first user's and behind the results of tools."""
+    """Claude Code sends such turns."""
     source = (
         "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
     )

@@ -100,7 +100,6 @@ async def test_a_raw_prompt_has_no_template_and_format_binds_it() -> None:
 
 
 async def test_a_model_has_the_fingerprint_of_openais_replies() -> None:
-    """It had one of its files alone, which did not change with `--quantize`."""
     async with asking() as (http, _):
         [listed] = (await http.get("/api/tags")).json()["models"]
         [running] = (await http.get("/api/ps")).json()["models"]

@@ -118,7 +118,7 @@ async def test_parameters_of_vllm_clients_are_accepted(extra: dict[str, Any]) ->
 
 
 async def test_messages_may_come_back_as_clients_have_them() -> None:
-    """The fields of litellm's and vLLM's answers; what the model has thought goes to its template."""
+    """Fields of litellm's and vLLM's answers; reasoning goes to the template."""
     source = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
     said: dict[str, Any] = {
         "role": "assistant",

@@ -103,8 +103,6 @@ async def test_prompts_times_choices_are_numbered_prompt_by_prompt(stream: bool)
 
 @pytest.mark.parametrize("worst", [-3.0, None])
 async def test_of_best_of_the_likeliest_are_told(worst: float | None) -> None:
-    """Longer ones are less likely as a whole, and not for that. One without logprobs is last."""
-
     def script(job: Job) -> list[Any]:
         place = int(job.request_id[-1])
         said = token_deltas(ids_of(f" {byte_level().decode(job.prompt_ids[1:])} {place}" + "." * place), job)
@@ -277,8 +275,7 @@ async def test_aliases_that_are_names_are_listed() -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
 async def test_lm_evals_requests_score_every_token_of_a_text(max_tokens: int) -> None:
-    """Token ids of context and continuation, several at once: it reads the logprobs and whether each token is the
-    likeliest."""
+    """Token ids of context and continuation; it reads logprobs and whether each token is the likeliest."""
     prompts = [ids_of("<|bos|>hello world"), ids_of("<|bos|>the fox jumps")]
     asked = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": max_tokens, "logprobs": 1}
     asked |= {"seed": 1234, "echo": True}

@@ -254,7 +254,6 @@ def test_unprintably_deep_nesting_is_refused(name: str) -> None:
 def test_a_list_is_refused_at_its_first_wrong_item(
     kind: type[ChatBody | CompletionBody], change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A megabyte of them kept the event loop busy for seconds, and every other client waiting."""
     counted: list[int] = []
     refused = body._refused
 
@@ -270,7 +269,6 @@ def test_a_list_is_refused_at_its_first_wrong_item(
 
 @pytest.mark.parametrize("at", ["body", "message", "part", "stream_options"])
 def test_an_object_of_too_many_parameters_is_refused_unread(at: str) -> None:
-    """pydantic would record each unknown parameter, which takes 0.2 s of the event loop for a megabyte."""
     many: dict[str, Any] = {f"k{i}": 1 for i in range(300)}
     change = {
         "body": many,

@@ -19,7 +19,7 @@ PREDICTION = {"type": "content", "content": TEXT}
 
 
 def as_predicted(job: Job) -> list[Any]:
-    """The second of three deltas is a step that accepted two drafts of a prediction, the last one rejected one."""
+    """The second of three deltas accepted two drafts of a prediction, the last rejected one."""
     deltas: list[Any] = [*saying(TEXT, at_once=3)(job)]
     deltas[1] = replace(deltas[1], num_predicted=2)
     deltas[-1] = replace(deltas[-1], num_mispredicted=1)

@@ -241,7 +241,6 @@ async def test_an_operator_may_forbid_whitespace() -> None:
 
 
 async def test_a_required_call_cut_before_its_name_is_no_text() -> None:
-    """Where calls are not required, it may have been text that only began like one."""
     begun = '<tool_call>\n{"name": "weather'
     cut = len(ids_of(begun))
     async with talking(saying(CITY), **TOOLED) as (client, _):

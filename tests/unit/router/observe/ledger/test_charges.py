@@ -77,7 +77,6 @@ async def test_a_request_refused_before_its_answer_is_free(path: str, body: dict
 
 
 async def test_requests_that_run_cannot_spend_a_hard_budget_many_times() -> None:
-    """A request of 20 tokens costs 2.5e-5 USD or so; the budget is half of that."""
     tenant = Tenant(name="acme", hard_budget_usd=1e-5)
     access = AccessControl()
     access.roster = Roster(tenants={"acme": tenant}, by_key={hash_of("key"): tenant})

@@ -46,7 +46,6 @@ def test_a_lost_worker_without_a_load_keeps_its_count() -> None:
 
 
 def test_a_worker_is_counted_from_its_first_load_on() -> None:
-    """Between its handshake and its first load it has no counts: what it had computed before counted as new."""
     counts = WorkerCounts()
     assert counts.look([worker("a", 1, 0)], 5) == []
     assert told(counts.look([worker("a", 1, 7000)], 5)) == [("a", 1, 5, 7000)]

@@ -257,7 +257,6 @@ async def test_a_dead_compilers_work_goes_to_another(processes: Processes) -> No
 async def test_one_that_ends_every_process_is_refused(
     monkeypatch: pytest.MonkeyPatch, processes: Processes, sent: signal.Signals, error: type[BatonError], told: str
 ) -> None:
-    """For good where that was its own doing, for now where it may have been the host's."""
     checking, ask = GrammarChecks(), LimitedProcess.ask
 
     def dying(compiler: Any, encoded: bytes, cpu_s: float) -> bytes:
@@ -296,7 +295,6 @@ def silent(compiler: Any) -> bytes:
 
 
 async def test_chained_definitions_end_no_process() -> None:
-    """77 kB of them, which a stack of the usual size is too small for."""
     definitions: dict[str, Any] = {f"x{i}": {"$ref": f"#/$defs/x{i - 1}"} for i in range(1, 2500)}
     definitions["x0"] = {"type": "string"}
     await GrammarChecks().check(json_grammar({"$defs": definitions, "$ref": "#/$defs/x2499"}), param="json")

@@ -148,7 +148,6 @@ def test_a_python_list_that_is_no_call_stays_text(text: str) -> None:
     ],
 )
 def test_a_call_without_a_name_is_text(form: ToolFormat, text: str) -> None:
-    """Every API took its beginning for more arguments of a call before it, and ended in a 500."""
     for size in (1, 5, len(text)):
         content, calls = read(form, text, size)
         assert calls == []

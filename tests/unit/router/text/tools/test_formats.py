@@ -26,7 +26,7 @@ HERMES, LLAMA, MISTRAL = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON, ToolFormat.M
 
 
 def read(form: ToolFormat, text: str, size: int, *, is_whole: bool = False) -> tuple[str, list[tuple[str, str]]]:
-    """The text, and each call's name and arguments, of an answer that was cut off unless it `is_whole`."""
+    """The text and calls of an answer; it was cut off unless `is_whole`."""
     return read_pieces(form, [text[at : at + size] for at in range(0, len(text), size)], is_whole=is_whole)
 
 

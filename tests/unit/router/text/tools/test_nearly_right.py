@@ -139,7 +139,6 @@ def test_an_answer_in_two_pieces_is_the_whole_one(form: ToolFormat, text: str, i
 
 @pytest.mark.parametrize(("form", "text"), [(form, text) for form, text, *_ in (*ANSWERS, *SAMPLES, *NEARLY)])
 def test_an_answer_that_ends_early_is_read_alike(form: ToolFormat, text: str) -> None:
-    """Cut off at any place: in pieces as at once, and what is completed begins with what came."""
     for end in range(len(text)):
         content, calls = read(form, text[:end], 1)
         assert (content, calls) == read(form, text[:end], end or 1)

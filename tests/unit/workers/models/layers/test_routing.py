@@ -58,7 +58,6 @@ def by_definition(
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_choice_is_the_definitions(name: str) -> None:
-    """Logits of few values, so that many scores are equal: those go to the lower id."""
     routing, generator = RULES[name], torch.Generator().manual_seed(5)
     logits = torch.randint(-3, 4, (300, routing.num_experts), generator=generator).float()
     correction = (

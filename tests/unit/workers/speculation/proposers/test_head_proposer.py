@@ -61,7 +61,6 @@ def prompt_of(sequence: Sequence) -> ComputedRow:
 
 
 def test_a_sequence_that_sat_out_drafts_its_first_alone() -> None:
-    """A sequence sits out while it waits for the mask of its grammar."""
     head = proposer()
     first, second = Sequence("a", (1, 2, 3), [4]), Sequence("b", (1, 2, 3, 4), [5])
     for sequence in (first, second):
@@ -73,7 +72,6 @@ def test_a_sequence_that_sat_out_drafts_its_first_alone() -> None:
 
 
 def test_rows_of_others_make_entries_and_no_drafts() -> None:
-    """Rows of requests that do not speculate here, or that have ended."""
     head = proposer()
     head.computed([prompt_of(Sequence("unknown", (1, 2, 3), [4]))])
     assert len(head) == 0
