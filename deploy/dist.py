@@ -1,7 +1,8 @@
 """Builds a wheel of this commit in dist/ and proves it: `make dist`.
 
 The proof: a fresh virtual environment gets the wheel and what it needs. In an empty folder, with nothing of this
-checkout on its path, it says its version, starts the demo, answers a request, and ends without leaving a process.
+checkout on its path, it says its version, starts the demo, answers a request, and ends without leaving a process; then
+the same by a name of a hub, with an empty cache.
 """
 
 from __future__ import annotations
@@ -59,34 +60,64 @@ def check_names(wheel: Path, site: Path) -> None:
             raise NotProven(f"{record.parent.name} has {sorted(theirs)}, too: Baton cannot be installed beside it")
 
 
-def serve(baton: Path, folder: Path) -> str:
-    """The demo's answer to a question, from a server that was started and stopped in the folder. Raises NotProven."""
+def serve(baton: Path, folder: Path, *arguments: str, **settings: str) -> str:
+    """The answer of `baton up ARGUMENTS` to a question, started and stopped in the folder. `settings` are environment
+    variables. Raises NotProven."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     server = subprocess.Popen(
-        [baton, "up", "--port", "0"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
+        [baton, "up", *arguments, "--port", "0"], cwd=folder, env=environment | settings, stdout=subprocess.PIPE,
+        text=True, start_new_session=True,
     )  # fmt: skip
     assert server.stdout is not None
     deadline, answer = time.monotonic() + START_S, ""
     try:
         for line in server.stdout:
-            if address := re.search(r"http://\S+:\d+", line):
-                body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0}
-                request = urllib.request.Request(
-                    f"{address[0].rstrip('/')}/v1/chat/completions", json.dumps({"model": "demo", **body}).encode(),
-                    {"Content-Type": "application/json"},
-                )  # fmt: skip
-                with urllib.request.urlopen(request, timeout=deadline - time.monotonic()) as reply:
-                    answer = json.load(reply)["choices"][0]["message"]["content"]
+            if address := re.search(r"http://[^/\s]+:\d+", line):
+                answer = ask(address[0], deadline - time.monotonic())
                 break
         server.send_signal(signal.SIGINT)
         status = server.wait(STOP_S)
     finally:
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGKILL)
+        server.stdout.close()
     if status or not answer:
-        raise NotProven(f"baton up ended with {status}, and answered {answer!r}")
+        raise NotProven(f"baton up {' '.join(arguments)} ended with {status}, and answered {answer!r}")
     return answer
+
+
+def ask(url: str, timeout_s: float) -> str:
+    """The answer of the first model that is served to the README's question."""
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=timeout_s) as reply:
+        model = json.load(reply)["data"][0]["id"]
+    messages = [{"role": "user", "content": "What does `os.path.exists` do?"}]
+    body = {"model": model, "messages": messages, "max_tokens": 32, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+        return str(json.load(reply)["choices"][0]["message"]["content"])
+
+
+def serve_by_name(baton: Path, folder: Path, **settings: str) -> dict[str, str]:
+    """The answers of the demo model by names of a hub on this machine, each in an empty folder with an empty cache of
+    the hub. Raises NotProven."""
+    from tests.gguf_models import convert
+    from tests.unit.cluster.hub.fake_hub import FakeHub, serving
+
+    model, answers = ROOT / "demo" / "model", {}
+    file = convert(model, folder / "tiny-Q4_K_M.gguf", "Q4_K", others={"token_embd": "Q6_K", "attn_v": "Q6_K"})
+    files = {path.name: path.read_bytes() for path in (*model.iterdir(), file)}
+    with serving(FakeHub()) as hub:
+        hub.add("acme/tiny", files)
+        for name in ("acme/tiny", "acme/tiny:Q4_K_M"):
+            place, cache = folder / f"{len(answers)}", folder / f"cache-{len(answers)}"
+            place.mkdir()
+            hub_settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "0"}
+            answers[name] = serve(baton, place, name, **settings, **hub_settings)
+            if any(place.iterdir()):
+                raise NotProven(f"baton up {name} has left {[path.name for path in place.iterdir()]}")
+    return answers
 
 
 def main() -> int:
@@ -98,7 +129,7 @@ def main() -> int:
         venv.create(home, with_pip=True)
         python, baton = home / "bin" / "python", home / "bin" / "baton"
         subprocess.run([python, ROOT / "deploy" / "install.py", "--dependencies-only"], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", wheel], check=True)
         site = next((home / "lib").glob("python*/site-packages"))
         check_names(wheel, site)
         empty = Path(scratch) / "empty"
@@ -106,7 +137,9 @@ def main() -> int:
         print(
             subprocess.run([baton, "--version"], check=True, cwd=empty, capture_output=True, text=True).stdout.strip()
         )
-        print(f"baton up answered {serve(baton, empty)!r} and stopped")
+        print(f"baton up answered {serve(baton, empty)!r} and stopped", flush=True)
+        for name, answer in serve_by_name(baton, Path(scratch)).items():
+            print(f"baton up {name} answered {answer!r} and stopped")
     return 0
 
 
