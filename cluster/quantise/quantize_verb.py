@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cluster.hub.download import local_model
 from protos.errors import Misconfigured
@@ -71,7 +74,15 @@ def quantize(
     chosen = random.Random(0).sample(chosen, min(_CALIBRATION, len(chosen)))
     with _bars() as bars:
         row = bars.add_task(f"{method}, {bits} bits", total=config.num_layers)
-        quantise(model, out, recipe, chosen, lambda done, total: bars.update(row, completed=done, total=total))
+        started_s = time.monotonic()
+
+        def on_layer(done: int, total: int) -> None:
+            bars.update(row, completed=done, total=total)
+            if done == 1:  # also where no bar is drawn
+                took = timedelta(seconds=round(total * (time.monotonic() - started_s)))
+                bars.console.print(f"{total} layers take about {took} in all")
+
+        quantise(model, out, recipe, chosen, on_layer)
     before, after = (_folder_bytes(folder) for folder in (model, out))
     typer.echo(f"{out}: {after / 1e6:,.1f} MB of weights, before {before / 1e6:,.1f} MB")
     if evaluate is not None:
@@ -138,6 +149,8 @@ def _folder_bytes(folder: Path) -> int:
 
 
 def _bars() -> Progress:
-    console = Console(stderr=True)
     name, layers = TextColumn("{task.description}"), TextColumn("layers")
-    return Progress(name, BarColumn(30), MofNCompleteColumn(), layers, TimeElapsedColumn(), console=console)
+    return Progress(
+        name, BarColumn(30), MofNCompleteColumn(), layers, TimeElapsedColumn(), TextColumn("left:"),
+        TimeRemainingColumn(), console=Console(stderr=True), speed_estimate_period=math.inf,
+    )  # fmt: skip

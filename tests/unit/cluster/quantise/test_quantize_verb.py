@@ -48,6 +48,7 @@ def test_the_quantised_demo_model_answers_and_its_loss_is_told(
         DEMO["model"], str(tmp_path / "out"), "--method", method, "--bits", str(bits), *calibrated,
         "--evaluate", str(tmp_path / "some.json"),
     )  # fmt: skip
+    assert re.search(r"about \d+:\d\d:\d\d", told), "the time that all layers take"
     match = re.search(r"per token: (\S+) before, (\S+) after \((\S+)%\)", told)
     assert match, told
     assert float(match[2]) < float(match[1]) * (1 + most)
