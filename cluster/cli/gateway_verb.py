@@ -23,6 +23,6 @@ def gateway(given: options.GivenSettings, worker: At = None, log_format: options
 
     configs = given.configs()
     console = terminal(log_format, access_log=configs[0].router.http.access_log)
-    configs = tuple(with_local_models(config) for config in configs)
+    configs = tuple(with_local_models(config, weights=False) for config in configs)
     if not uvloop.run(run_gateway(configs, tuple(worker or ()), console, log_format)):
         raise typer.Exit(130)

@@ -37,14 +37,15 @@ ANSWER_S = 30.0
 LOOK_S = 1.0
 
 
-def local_model(name: str, setting: str = "model") -> str:
+def local_model(name: str, setting: str = "model", *, weights: bool = True) -> str:
     """The path of a model, adapter or draft on this machine: `name` itself, or the cache's path of a hub's name,
-    downloaded if it is missing. Blocks. Raises Misconfigured, or Unavailable if a later try may help."""
+    downloaded if it is missing, safetensors only with `weights`. Blocks. Raises Misconfigured, or Unavailable if a
+    later try may help."""
     hub = HubName.of(name)
     if hub is None:
         return name
     try:
-        return str(_cached_path(hub))
+        return str(_cached_path(hub, weights=weights))
     except BatonError as error:
         raise type(error)(
             f"{setting}: {error.message}", param=setting, retry_after_s=error.retry_after_s
@@ -70,19 +71,19 @@ def cache_folder(hub: HubName) -> Path:
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=hub.repository, repo_type="model")
 
 
-def _cached_path(hub: HubName) -> Path:
+def _cached_path(hub: HubName, *, weights: bool) -> Path:
     from huggingface_hub.constants import is_offline_mode
 
-    path = _complete(hub)
+    path = _complete(hub, weights=weights)
     is_settled = not hub.revision or (cache_folder(hub) / "snapshots" / hub.revision).is_dir()
     if path is None or not (is_settled or is_offline_mode()):  # a branch or tag may have moved
-        path = _downloaded(hub)
+        path = _downloaded(hub, weights=weights)
     else:
         log.info("%s: commit %s from the cache; %s@main asks the hub", hub, _commit(path), hub.repository)
     return path
 
 
-def _complete(hub: HubName) -> Path | None:
+def _complete(hub: HubName, *, weights: bool) -> Path | None:
     """The path of the model in the cache; None if a file is missing."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.constants import is_offline_mode
@@ -99,13 +100,13 @@ def _complete(hub: HubName) -> Path | None:
             return None
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
     try:
-        files = served_files(names, hub, lambda: _json(folder / INDEX))
+        files = served_files(names, hub, lambda: _json(folder / INDEX), weights=weights)
     except (BadCheckpoint, OSError):
         return None
     return _path(folder, files) if all((folder / one).is_file() for one in files) else None
 
 
-def _downloaded(hub: HubName) -> Path:
+def _downloaded(hub: HubName, *, weights: bool) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -119,7 +120,7 @@ def _downloaded(hub: HubName) -> Path:
             def index(commit: str = commit) -> Mapping[str, Any]:
                 return _json(Path(hf_hub_download(hub.repository, INDEX, revision=commit)))
 
-            files = served_files(list(siblings), hub, index)
+            files = served_files(list(siblings), hub, index, weights=weights)
             _fetch_weights(hub, commit, [siblings[one] for one in files if siblings[one].lfs is not None])
             with disable_progress_bars():  # the small files, and links to all
                 patterns = [glob.escape(one) for one in files]

@@ -15,8 +15,9 @@ from workers.speculation.registry import SpeculateMode
 from workers.worker_config import WorkerConfig
 
 
-def with_local_models(config: ClusterConfig) -> ClusterConfig:
-    """Downloads the model, its adapters and its draft unless they are cached. Blocks. Raises Misconfigured, or
+def with_local_models(config: ClusterConfig, *, weights: bool = True) -> ClusterConfig:
+    """Downloads the model (all but its safetensors without `weights`), its adapters and its draft unless they are
+    cached. Blocks. Raises Misconfigured, or
     Unavailable if a later try may help."""
     adapters, mode = parse_adapters(config.worker.adapters), SpeculateMode.of(config.worker.speculate)
     named = [one for one in (config.worker.model, *adapters.values(), mode.path) if HubName.of(one) is not None]
@@ -28,7 +29,8 @@ def with_local_models(config: ClusterConfig) -> ClusterConfig:
             "that all of them have, or allow it with --set ray.downloads=true",
             param="ray.downloads",
         )
-    worker, router, name = _located(config.worker, local_model), config.router, HubName.of(config.worker.model)
+    router, name = config.router, HubName.of(config.worker.model)
+    worker = _located(config.worker, lambda path, of: local_model(path, of, weights=weights or of != "model"))
     if name is not None and router.model_name == name.model:  # other programs call the model by its whole name
         router = replace(router, model_aliases=", ".join(filter(None, (router.model_aliases, name.repository))))
     return replace(config, worker=worker, router=replace(router, model_path=Path(worker.model)))

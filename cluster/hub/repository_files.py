@@ -19,18 +19,19 @@ _ENCODING = re.compile(r"[-._]((?:UD-)?(?:I?Q\d|T?Q\d|B?F16|F32|MXFP4)\w*)$", re
 ReadIndex = Callable[[], Mapping[str, Any]]
 
 
-def served_files(names: Sequence[str], name: HubName, read_index: ReadIndex) -> list[str]:
-    """The files of `name` among those of its repository: a checkpoint's small files and safetensors, or the shards of
-    one GGUF model, in their order. Raises BadCheckpoint if there are none, or GGUF files to choose from."""
+def served_files(names: Sequence[str], name: HubName, read_index: ReadIndex, *, weights: bool = True) -> list[str]:
+    """The files of `name` among those of its repository: a checkpoint's small files and, with `weights`, safetensors,
+    or the shards of one GGUF model, in their order. Raises BadCheckpoint if there are none, or GGUF files to
+    choose from."""
     models = _gguf_models(names)
     if name.file:
         wanted = _SHARD.sub("", name.file).lower()
         chosen = [model for model in models if _is_named(model.lower(), wanted)]
     else:
-        if weights := _weights(names, read_index):
-            if missing := sorted(set(weights) - set(names)):
+        if stored := _weights(names, read_index):
+            if missing := sorted(set(stored) - set(names)):
                 raise BadCheckpoint(f"{name}: {INDEX} names {listed(missing)}, which it has not", param="model")
-            return _small(names, name) + weights
+            return _small(names, name) + stored * weights
         chosen = list(models)
     if len(chosen) == 1:
         shards = models[chosen[0]]

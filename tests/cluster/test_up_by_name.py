@@ -8,10 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster.deployed import DEMO, Deployed
+from tests.cluster.deployed import DEMO, PRECISE, Deployed
 from tests.unit.cluster.hub.fake_hub import FakeHub, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+TOKEN = "of-a-worker-and-its-gateway"
 
 
 @pytest.fixture
@@ -35,3 +38,21 @@ def test_a_name_is_downloaded_and_answers(hub: FakeHub) -> None:
         assert {worker["info"]["model_path"].rpartition("/")[2] for worker in cluster.status()["workers"]} == {commit}
     finally:
         cluster.kill()
+
+
+def test_a_gateway_alone_downloads_no_weights(hub: FakeHub) -> None:
+    hub.add("acme/tiny", {file.name: file.read_bytes() for file in DEMO.iterdir()})
+    worker = Deployed(
+        "worker", "--model", str(DEMO), "--served-name", "tiny", "--set", f"peers.token={TOKEN}", *PRECISE
+    )
+    address = worker.wait_for(r"serves \S+ at (\S+)$")[1]
+    gateway = Deployed(
+        "gateway", "--model", "acme/tiny", "--port", "0", "--worker", address, "--set", f"peers.token={TOKEN}"
+    )
+    try:
+        gateway.wait_for("is ready$")
+        assert gateway.text("def join(first, second):", model="acme/tiny")
+        assert hub.sent == 0
+    finally:
+        for process in (gateway, worker):
+            process.kill()

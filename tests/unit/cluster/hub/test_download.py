@@ -218,6 +218,18 @@ def test_the_latest_commit_need_not_be_known(hub: FakeHub, monkeypatch: pytest.M
     assert latest_commit("acme/none") == ""
 
 
+def test_weights_come_when_they_are_wanted(hub: FakeHub) -> None:
+    """A gateway needs the small files only; a worker of the same machine completes them, and needs no network then."""
+    hub.add("acme/tiny", TINY)
+    for _ in range(2):
+        folder = Path(local_model("acme/tiny", weights=False))
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "tokenizer.json"]
+    assert hub.sent == 0
+    assert (Path(local_model("acme/tiny")) / "model.safetensors").read_bytes() == WEIGHTS
+    hub.faults = {"": (503, {})}
+    assert Path(local_model("acme/tiny", weights=False)) == Path(local_model("acme/tiny")) == folder
+
+
 def test_a_path_stays_a_path(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "acme" / "tiny").mkdir(parents=True)
     for path in ("acme/tiny", "./acme/none", "/acme/none", "acme", "a/b/c", "acme/tiny.gguf", "s3://acme/tiny"):
