@@ -105,7 +105,7 @@ def serve_by_name(baton: Path, folder: Path, **settings: str) -> dict[str, str]:
     from tests.gguf_models import convert
     from tests.unit.cluster.hub.fake_hub import FakeHub, serving
 
-    model, answers = ROOT / "demo" / "model", {}
+    model, answers = ROOT / "demo" / "model", dict[str, str]()
     file = convert(model, folder / "tiny-Q4_K_M.gguf", "Q4_K", others={"token_embd": "Q6_K", "attn_v": "Q6_K"})
     files = {path.name: path.read_bytes() for path in (*model.iterdir(), file)}
     with serving(FakeHub()) as hub:
