@@ -1,4 +1,4 @@
-"""KV caches in 8 bits: their layout, and which models can have one (docs/adr/0044). Pure.
+"""KV caches in 8 bits: their layout, and which models can have one. Pure.
 
 int8   symmetric, a scale for each token and head, which lies in the token's block
 fp8    e4m3, a scale for each layer or head, which the checkpoint has

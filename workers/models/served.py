@@ -1,5 +1,5 @@
-"""The two ways in which a checkpoint is served: by Baton's own stack, or, for other architectures, by transformers
-(docs/adr/0048). Pure until weights are loaded."""
+"""The two ways in which a checkpoint is served: by Baton's own stack, or, for other architectures, by transformers.
+Pure until weights are loaded."""
 
 from __future__ import annotations
 

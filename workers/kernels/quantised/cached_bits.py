@@ -1,5 +1,5 @@
 """Keys and values of 8 bits in Triton: how they are rounded when they are written, and what the attention kernels make
-of them (docs/adr/0044).
+of them.
 
     score  = scale of the key * (q . integers)          int8: a scale of each position; e4m3: one of the head
     result = sum of (weight * scale of the value) * integers

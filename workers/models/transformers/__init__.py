@@ -1,1 +1,1 @@
-"""Decoders whose layers `transformers` computes, over Baton's cache and attention (docs/adr/0048)."""
+"""Decoders whose layers `transformers` computes, over Baton's cache and attention."""
