@@ -8,8 +8,6 @@ worker every rank has its own Sender or Receiver and moves its own heads (`kvtra
     Sender.offer(chunk, payload) ──▶ lane thread ══ wire ══▶ lane thread ──▶ Receiver.poll()
     Sender.poll() ◀── Sent, LaneLost                                      Receiver.take(chunk) -> payload
 
-A payload is flat: the pieces that the plan of the two layouts gives this rank, one after the other.
-
 Safety: a payload is a copy (staging) on both sides. The source may free its blocks when `offer` has returned; at the
 destination nothing is written into a block before the engine itself lands a payload whose ticket and generation the
 ledger still knows. So no late message can ever write into a block that has moved on to another owner.

@@ -1,10 +1,8 @@
 """Which pages of a sequence a group of layers still reads. Pure: positions and counts.
 
-A page has `block_size` positions of one group's layers; a block has those of all groups (`protos.values.KVLayout`).
-
-    0 ............ passed ............ num_computed ............ num_computed + chunk
-    |  given back  |  read by the next token  |  written by the next step  |
-                   |<------ window - 1 ------>|
+0 ............ passed ............ num_computed ............ num_computed + chunk
+|  given back  |  read by the next token  |  written by the next step  |
+               |<------ window - 1 ------>|
 """
 
 from __future__ import annotations

@@ -5,11 +5,7 @@
                                         │  launching: arms the last step, which pushes the rest layer by layer
                                         └──── lane lost, lease over, abort ───┴──▶ failed, or dropped
 
-While no decode worker is ready, a prefill worker serves whole requests and takes sequences over.
-
-The first token never waits for a transfer. A prompt's first blocks may be pulled from another worker's cache. A lease
-runs only while blocks that were offered have not left: until then the gateway renews the ticket.
-"""
+While no decode worker is ready, a prefill worker serves whole requests and takes sequences over."""
 
 from __future__ import annotations
 

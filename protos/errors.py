@@ -1,41 +1,38 @@
 """Every error Baton raises for a reason outside its own code, with its gRPC status and its HTTP code.
 
-    BatonError
-    ├── InvalidRequest            INVALID_ARGUMENT     400   the caller can mend it: names the parameter
-    │   ├── UnsupportedParameter                       400   documented by the API, not offered here
-    │   ├── ContextLengthExceeded                      400   prompt + answer do not fit
-    │   ├── PayloadTooLarge                            413
-    │   ├── HeadersTooLarge                            431
-    │   ├── UnsupportedMediaType                       415
-    │   └── RequestTimeout                             408   it was not sent to its end in time
-    ├── NotFound                  NOT_FOUND            404
-    │   ├── UnknownModel
-    │   └── UnknownRequest
-    ├── Unauthenticated           UNAUTHENTICATED      401   no key, or none that is known here
-    ├── Forbidden                 PERMISSION_DENIED    403   the key is not for this
-    ├── Overloaded                RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
-    │   └── RateLimited                                      the tenant has used what it may
-    ├── Unavailable               UNAVAILABLE          503   try again: nothing was wrong with the request
-    │   ├── NoWorkers                                        a pool has no live worker
-    │   ├── WorkerLost                                       the worker died with the request on it
-    │   ├── WorkerDraining                                   the worker takes no new work
-    │   ├── AdapterNotLoaded                                 the worker has not, or not any more, the request's adapter
-    │   ├── RevisionReplaced                                 a roll has replaced the model that its answer began with
-    │   └── TransferFailed                                   KV did not arrive: lane lost, ticket expired or fenced
-    │       └── TransferCorrupted                            what arrived is not what was sent
-    ├── DeadlineExceeded          DEADLINE_EXCEEDED    504
-    ├── Cancelled                 CANCELLED            499   the client went away
-    ├── Misconfigured             FAILED_PRECONDITION  500   found at start-up, before any work is taken
-    │   ├── UnsupportedModel                                 checkpoint or option this engine does not serve
-    │   ├── BadCheckpoint                                    files missing, truncated or contradictory
-    │   └── IncompatibleWorkers                              layouts, dtypes or models that cannot be paired
-    └── Internal                  INTERNAL             500   a bug of ours
-        ├── RequestKillsWorkers                              it was on several workers when they died: not tried again
-        ├── NotFinite                                        the model overflowed for this request
-        └── UnreadableMessage                                one of our processes got bytes that are no message of ours
-
-An error crosses a process boundary as (code, message, param, retry_after_s): `ErrorInfo` in `protos.values`.
-"""
+BatonError
+├── InvalidRequest            INVALID_ARGUMENT     400   the caller can mend it: names the parameter
+│   ├── UnsupportedParameter                       400   documented by the API, not offered here
+│   ├── ContextLengthExceeded                      400   prompt + answer do not fit
+│   ├── PayloadTooLarge                            413
+│   ├── HeadersTooLarge                            431
+│   ├── UnsupportedMediaType                       415
+│   └── RequestTimeout                             408   it was not sent to its end in time
+├── NotFound                  NOT_FOUND            404
+│   ├── UnknownModel
+│   └── UnknownRequest
+├── Unauthenticated           UNAUTHENTICATED      401   no key, or none that is known here
+├── Forbidden                 PERMISSION_DENIED    403   the key is not for this
+├── Overloaded                RESOURCE_EXHAUSTED   429   try again after `retry_after_s`
+│   └── RateLimited                                      the tenant has used what it may
+├── Unavailable               UNAVAILABLE          503   try again: nothing was wrong with the request
+│   ├── NoWorkers                                        a pool has no live worker
+│   ├── WorkerLost                                       the worker died with the request on it
+│   ├── WorkerDraining                                   the worker takes no new work
+│   ├── AdapterNotLoaded                                 the worker has not, or not any more, the request's adapter
+│   ├── RevisionReplaced                                 a roll has replaced the model that its answer began with
+│   └── TransferFailed                                   KV did not arrive: lane lost, ticket expired or fenced
+│       └── TransferCorrupted                            what arrived is not what was sent
+├── DeadlineExceeded          DEADLINE_EXCEEDED    504
+├── Cancelled                 CANCELLED            499   the client went away
+├── Misconfigured             FAILED_PRECONDITION  500   found at start-up, before any work is taken
+│   ├── UnsupportedModel                                 checkpoint or option this engine does not serve
+│   ├── BadCheckpoint                                    files missing, truncated or contradictory
+│   └── IncompatibleWorkers                              layouts, dtypes or models that cannot be paired
+└── Internal                  INTERNAL             500   a bug of ours
+    ├── RequestKillsWorkers                              it was on several workers when they died: not tried again
+    ├── NotFinite                                        the model overflowed for this request
+    └── UnreadableMessage                                one of our processes got bytes that are no message of ours"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Translates llguidance's errors: what is wrong with a grammar, and what to do about it.
-
-The gateway compiles a grammar first, then workers follow it, and both may find it wrong.
-"""
+"""Translates llguidance's errors: what is wrong with a grammar, and what to do about it."""
 
 from __future__ import annotations
 

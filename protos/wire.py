@@ -1,8 +1,4 @@
-"""Values <-> protobuf: the only file that touches pb2 fields of `kv.proto` and `worker.proto`.
-
-A value, its message and their fields have the same names, so one codec per class, made from the types of its fields,
-serves them all. The few fields whose shapes differ (packed hashes, the event union, bias pairs) stand in `_SPECIAL`.
-"""
+"""Values <-> protobuf: the only file that touches pb2 fields of `kv.proto` and `worker.proto`."""
 
 from __future__ import annotations
 

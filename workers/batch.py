@@ -12,10 +12,7 @@ A row that samples brings one token, or several (`RowOutput.token_ids`; `RowLimi
     one more token each    draft_ids   their positions are computed in the same step, and each is verified: the row
                                        brings the drafts up to the first rejected one, and one token after them
     a step each            num_steps   the device decodes so many times, each time from the token before: a batch that
-                                       has been launched is prolonged (`ProlongableStep`)
-
-`Scheduler.apply` counts only what a row brought as computed: the position of a rejected draft is computed again.
-"""
+                                       has been launched is prolonged (`ProlongableStep`)"""
 
 from __future__ import annotations
 

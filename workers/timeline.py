@@ -1,14 +1,11 @@
 """When the parts of steps began and how long they took: a ring of spans, filled only while it is recording.
 
-    engine's thread   tick  plan  launch [forward  sample]  fetch  apply  tell    one after the other
-    device            device                    by its own clock on a GPU; else from its launch, or from the end of the
-                                                step before
-    event loop        send  encode              each step's message: cut up for the gateways, serialised
-    engine's thread   KV gather  KV scatter     within tick or forward: blocks copied out of the cache, and into it
-    lanes             KV send  KV receive       between two workers, by the clock of the lane's thread
-
-While nothing is recorded a span costs a method call and reads no clock.
-"""
+engine's thread   tick  plan  launch [forward  sample]  fetch  apply  tell    one after the other
+device            device                    by its own clock on a GPU; else from its launch, or from the end of the
+                                            step before
+event loop        send  encode              each step's message: cut up for the gateways, serialised
+engine's thread   KV gather  KV scatter     within tick or forward: blocks copied out of the cache, and into it
+lanes             KV send  KV receive       between two workers, by the clock of the lane's thread"""
 
 from __future__ import annotations
 

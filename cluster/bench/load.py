@@ -1,7 +1,4 @@
-"""Sends each request at its due time (open loop) or when another one has ended (closed loop).
-
-An open loop never waits for answers: a slow server gets the same load as a fast one.
-"""
+"""Sends each request at its due time (open loop) or when another one has ended (closed loop)."""
 
 from __future__ import annotations
 

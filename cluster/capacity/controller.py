@@ -1,10 +1,7 @@
 """Owns the desired fleet of a cluster, which only `order` changes.
 
 order ─▶ check ─▶ actuator.begin: do the machines hold it? ─▶ record the change ─▶ reached, failed or replaced
-                        └── no: the error, and nothing has changed
-
-The owner lives in the process of `baton serve` or `baton pools` (ADR 67), and in the simulator.
-"""
+                        └── no: the error, and nothing has changed"""
 
 from __future__ import annotations
 

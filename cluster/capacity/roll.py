@@ -1,10 +1,6 @@
 """Replaces the workers of a fleet by those of another revision while requests go on.
 
-newer workers start, at most `surge` of each pool too many ─▶ they serve ─▶ older ones drain ─▶ newer ones start ...
-
-Older workers' sequences move to older ones; the last ones answer what they have and drain. If a newer worker can never
-start, the roll goes backwards.
-"""
+newer workers start, at most `surge` of each pool too many ─▶ they serve ─▶ older ones drain ─▶ newer ones start ..."""
 
 from __future__ import annotations
 

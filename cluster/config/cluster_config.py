@@ -1,8 +1,4 @@
-"""A whole deployment as one frozen value: the number and kind of workers, their settings and addresses.
-
-`cluster.config.settings` makes it from a TOML file and flags. Impossible combinations raise Misconfigured, naming the
-setting.
-"""
+"""A whole deployment as one frozen value: the number and kind of workers, their settings and addresses."""
 
 from __future__ import annotations
 

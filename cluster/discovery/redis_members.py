@@ -5,11 +5,7 @@
                         Redis can call the workers. Expires after the lease, or when the workers would end.
     baton:changes       a channel: read again
 
-Where several fleets share a Redis, the keys of the fleet b begin with "baton@b:".
-
-A gateway reads on every change, and every `period_s` in case it missed a message. While Redis is unreachable it keeps
-the workers it knows, and notices their death by their connections.
-"""
+Where several fleets share a Redis, the keys of the fleet b begin with "baton@b:"."""
 
 from __future__ import annotations
 

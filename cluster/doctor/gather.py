@@ -1,7 +1,4 @@
-"""Gathers what `baton doctor` judges: from a gateway's admin API, this host, Redis, and the lanes themselves.
-
-A check that cannot be made is a finding, or is left out: no error ends the examination.
-"""
+"""Gathers what `baton doctor` judges: from a gateway's admin API, this host, Redis, and the lanes themselves."""
 
 from __future__ import annotations
 

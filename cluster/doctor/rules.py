@@ -1,7 +1,4 @@
-"""The rules of `baton doctor`: each finds one kind of trouble in an examination, and names its fix.
-
-Thresholds leave room for a busy machine: a healthy cluster under load has no finding.
-"""
+"""The rules of `baton doctor`: each finds one kind of trouble in an examination, and names its fix."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The planner's observation of recent requests, the line and the loads of workers.
-
-Requests are added up over the gateways; workers are those of the gateway that reported last.
-"""
+"""The planner's observation of recent requests, the line and the loads of workers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Messages between two of Baton's processes over a stream: a length, then a value encoded by `protos.codec`.
-
-The channel ends when the other side ends, or sends a message that cannot be decoded, which is logged.
-"""
+"""Messages between two of Baton's processes over a stream: a length, then a value encoded by `protos.codec`."""
 
 from __future__ import annotations
 

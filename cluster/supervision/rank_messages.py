@@ -1,10 +1,7 @@
 """Messages between a supervisor and a rank's process, over the socket at which the process listens.
 
-    supervisor ─▶ rank     RankSpec (once), or AttachRank; then StopRank, RankContact
-    rank ─▶ supervisor     Attached; then Loading, Serving, Logged, Ended
-
-A rank has one supervisor at a time: a new one replaces the previous one, and receives the rank's present state first.
-"""
+supervisor ─▶ rank     RankSpec (once), or AttachRank; then StopRank, RankContact
+rank ─▶ supervisor     Attached; then Loading, Serving, Logged, Ended"""
 
 from __future__ import annotations
 

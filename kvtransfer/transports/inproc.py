@@ -1,10 +1,6 @@
 """Lanes inside one process, by reference: for tests and simulators, which decide when a payload arrives.
 
-    InprocSender.offer ──▶ InprocExchange: carry(parcel, deliver) ── deliver() ──▶ InprocReceiver
-
-By default a parcel is delivered at once. A test keeps the `deliver` calls and makes them in any order; a simulator
-makes them at the time of its clock.
-"""
+InprocSender.offer ──▶ InprocExchange: carry(parcel, deliver) ── deliver() ──▶ InprocReceiver"""
 
 from __future__ import annotations
 

@@ -11,11 +11,7 @@ A decode worker has room for one sequence more while
 
 - the step that it is predicted to have then is at most `slowdown` times that of the people on it, and within the
   objective for the time between tokens; on a worker without people, the objective alone counts
-- a share of its blocks stays free, and no request waits there
-
-and a prefill worker while what is queued there takes at most a share of the objective for a first token. Below it, the
-lowest priority keeps a batch's prompt behind all others on a worker. The predictions are those of routing.
-"""
+- a share of its blocks stays free, and no request waits there"""
 
 from __future__ import annotations
 

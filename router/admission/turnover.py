@@ -1,13 +1,10 @@
 """The rate at which running jobs end, which is the rate at which waiting ones begin. Pure: time is an argument.
 
-    ends ÷ time         since the queue formed; too low while jobs that began together have not ended
-    running ÷ service   Little's law. A job is expected to run for twice the mean age of the running ones, or for less
-                        if they have more than half of their `max_tokens`
-    the same of the     Until `YOUNG` of the running jobs have ended: a few long answers make all seem long. The best of
-    youngest            all numbers of youngest jobs counts, from `YOUNG` of all on
-
-Each can be too low, so the largest one counts: a refusal is then a sure one.
-"""
+ends ÷ time         since the queue formed; too low while jobs that began together have not ended
+running ÷ service   Little's law. A job is expected to run for twice the mean age of the running ones, or for less
+                    if they have more than half of their `max_tokens`
+the same of the     Until `YOUNG` of the running jobs have ended: a few long answers make all seem long. The best of
+youngest            all numbers of youngest jobs counts, from `YOUNG` of all on"""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """Tenants' limits shared by any number of gateways, in Redis.
 
-    enter    one script, one round trip: the buckets and the set of running requests, or what refuses it
-    spend    ┐ batched and sent every `FLUSH_S`, with a renewal of running requests: a gateway that dies leaves nothing
-    leave    ┘ behind for longer than `LEASE_S`
-
-If Redis is lost, each gateway enforces the limits alone (`LocalLimits`), reports it, and retries.
-"""
+enter    one script, one round trip: the buckets and the set of running requests, or what refuses it
+spend    ┐ batched and sent every `FLUSH_S`, with a renewal of running requests: a gateway that dies leaves nothing
+leave    ┘ behind for longer than `LEASE_S`"""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """Runs the batches of a gateway process: claims them, checks them, runs their lines, writes their files.
 
-    claim ─▶ validate ─▶ lines, while there is room ─▶ finalize ─▶ the next batch
-      └── the lease is renewed until the batch ends; lost: everything about it stops, and another process goes on
-
-Memory holds an index of the lines, the lines that run, and results on their way to the database.
-"""
+claim ─▶ validate ─▶ lines, while there is room ─▶ finalize ─▶ the next batch
+  └── the lease is renewed until the batch ends; lost: everything about it stops, and another process goes on"""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Postgres, which the gateways of several hosts share. Its tables are in the schema `baton` of the database.
 
-    writing ─▶ BEGIN ─▶ advisory lock of the store ─▶ queries ─▶ COMMIT     one writer at a time, as with SQLite
-
-A transaction whose process is frozen, or whose host is gone, ends after `BUSY_S`: others do not wait for it for ever.
-"""
+writing ─▶ BEGIN ─▶ advisory lock of the store ─▶ queries ─▶ COMMIT     one writer at a time, as with SQLite"""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Proves a lane with real KV: a worker computes a prompt that no client has sent, another gets its KV and answers.
 
-    source: computes the prompt, answers ─▶ destination: reserves ─▶ source: pushes ─▶ destination: answers from the KV
-
-The two answers are the check of the payload: KV that arrives wrong has other probabilities.
-"""
+source: computes the prompt, answers ─▶ destination: reserves ─▶ source: pushes ─▶ destination: answers from the KV"""
 
 from __future__ import annotations
 

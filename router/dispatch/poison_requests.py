@@ -6,11 +6,7 @@
                                                           a loss again ────────┴─▶ halved again, down to one
 
 A host that takes several workers with it looks like a request that killed two: a worker that is lost within `MOMENT_S`
-of getting the job was dying already, and the loss is not counted, once.
-
-Finding the request costs further losses: the logarithm of the number of jobs lost with it. A request that gets a few
-tokens before each crash is bounded by its attempts.
-"""
+of getting the job was dying already, and the loss is not counted, once."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """Fetches a prompt's first blocks from a worker that has them cached, if this is faster than computing them.
 
-    decide: prefill worker r has 2 blocks, h has 40 ── cheaper? ─▶ r: reserve 38 ─▶ h: share, says how many it still has
-                                                                         ─▶ r: submit(pull): waits, and reads the rest
-
-A failed pull costs a computation and nothing else. It is logged and counted with its reason.
-"""
+decide: prefill worker r has 2 blocks, h has 40 ── cheaper? ─▶ r: reserve 38 ─▶ h: share, says how many it still has
+                                                                     ─▶ r: submit(pull): waits, and reads the rest"""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The fleet's workers as columns, from which each request's `CandidateTable` is cut.
-
-A member reports each of its changes, and the predictor each worker with a new observation. Only their columns are
-computed again. The numbers that depend on the request (cached tokens) or on the time are filled in for all workers at
-once.
-"""
+"""The fleet's workers as columns, from which each request's `CandidateTable` is cut."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The LoRA adapters of a fleet: which names clients may use, which workers have the files, and orders to change that.
-
-An order goes to every connected worker, and to each that connects later without having what was ordered: a worker that
-is restarted begins with the adapters of its settings. Orders are kept in memory. One that another gateway or process
-gave is learnt from the workers, which tell all of them when their adapters change.
-"""
+"""The LoRA adapters of a fleet: names for clients, the workers with the files, and orders to change both."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Which revision of model and settings each worker has, and which of them a request gets that begins.
-
-During a roll there are two. Requests that begin are spread over both in proportion to their workers. A request that has
-begun keeps its revision: neither the tokens nor the KV of one mean anything to the other.
-"""
+"""Which revision of model and settings each worker has, and which of them a request gets that begins."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
 """An HTTP API's own part of every answer: the form of errors, events and streams, and names of headers.
 
-    path ──▶ `RequestId` (the outermost layer) ──▶ scope["state"]["api"] ──▶ `api_of`: middleware, routes, `EventStream`
-
-An error therefore has the form of the API that the client speaks wherever it is raised: before routing, in a handler,
-or in a stream. A request that is not HTTP has no path: `router.http.protocol` refuses it in OpenAI's form.
-"""
+path ──▶ `RequestId` (the outermost layer) ──▶ scope["state"]["api"] ──▶ `api_of`: middleware, routes, `EventStream`"""
 
 from __future__ import annotations
 

@@ -8,10 +8,7 @@
     last chunk, end ──── send ─▶ ...
 
 Chunks after a response's head go to the transport, where ASGI's layers would only pass them on. Under any other server
-there is no channel, and every chunk goes through `send`.
-
-Data that is not a request never reaches the application: it is answered here, in the form of the API's errors.
-"""
+there is no channel, and every chunk goes through `send`."""
 
 from __future__ import annotations
 

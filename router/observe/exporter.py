@@ -1,10 +1,6 @@
 """Sends the traces of ended requests to a collector with OpenTelemetry's SDK, from its thread.
 
-    request ends ─▶ SDK's queue, bounded ─▶ SDK's thread: spans of 5 s, or of 512 requests, in one POST ─▶ collector
-
-A request costs the event loop a few attributes and a place in the queue. A request that finds the queue full is dropped
-and counted.
-"""
+request ends ─▶ SDK's queue, bounded ─▶ SDK's thread: spans of 5 s, or of 512 requests, in one POST ─▶ collector"""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
 """The prefix index that any number of gateways share: matched in this process's memory, published through Redis.
 
-    worker ══ its own stream ══▶ every gateway ──▶ its local index                 complete, with or without Redis
-                                 the one that has the worker's lease ──▶ Redis     events, and snapshots of its blocks
-    Redis ──▶ every gateway      at its start: all blocks at once; then events that it lacks, and the prompts that
-                                 others route, so that equal prompts of one burst meet
-
-The first gateway that acquires a worker's lease writes for it, until the gateway or the worker ends. Events during an
-outage of Redis are not kept: a snapshot replaces them.
-"""
+worker ══ its own stream ══▶ every gateway ──▶ its local index                 complete, with or without Redis
+                             the one that has the worker's lease ──▶ Redis     events, and snapshots of its blocks
+Redis ──▶ every gateway      at its start: all blocks at once; then events that it lacks, and the prompts that
+                             others route, so that equal prompts of one burst meet"""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
     for each decode worker d:   cost(d) = decode(d) + prefill by d itself                       if d serves both halves
                                           decode(d) + prefill by p + KV from p to d, the best p      else
 
-Without decode workers the prefill workers stand in: each of them serves both halves.
-
 A worker d serves both halves in three cases: it is colocated, there is no prefill worker, or d lacks so little of the
 prompt that a transfer would not pay (conditional disaggregation). Where costs are seconds, the third case also requires
 that the seconds agree: otherwise a decode worker that lacks more of a prompt would be preferred, because it gets a

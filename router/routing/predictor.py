@@ -4,9 +4,6 @@
     observed of its pool ── LinearFit ──────┴─▶ Line ── observed of it: SlowdownFactor ──▶ CandidateTable ──▶ policies
                                                         └─▶ errors ──▶ `baton_prediction_*`
 
-The features of a worker are a column of numbers that changes with its load and with observations of it. The fits of its
-pool change with every request. `predict` combines both for all workers at once.
-
 The estimators are in `router.routing.fits`. Pure: time is an argument.
 """
 

@@ -1,7 +1,4 @@
-"""The policies by name. To add a policy, write a function `(RouterConfig) -> Policy` and a line of `_POLICIES`.
-
-Policy modules import numpy, so they are imported when a policy is built. A command that only checks names imports none.
-"""
+"""The policies by name. To add a policy, write a function `(RouterConfig) -> Policy` and a line of `_POLICIES`."""
 
 from __future__ import annotations
 

@@ -10,10 +10,6 @@ Prefill:
   While a prefill worker has no queue, it takes the next prompt, and no prompt is delayed.
 - `imbalance` keeps the work of prefill workers near its mean.
 
-Decode:
-- `decode` is the time of the answer and the time that it adds to the answers beside it.
-- `shortage` is the wait for blocks.
-
 A second beyond an objective counts `LATE` times more (`late_ttft`, `late_tpot`), and a second beyond the request's own
 limit `OVERDUE` times more. If every worker would be late, the request goes to the worker where it costs least.
 """

@@ -5,11 +5,7 @@ code.
                                    │       └─ at most REPORT_S later, and before anything else of the sequence:
                                    │          one update with all tokens taken ───────────────────────┐
                                    └─ all else ─▶ Updates ─▶ generators, from layer to layer, ◀───────┘
-                                                             which account for every token and write the rest
-
-A sink is open while the reader of the choice's updates waits: then every layer, and the connection, has got all that
-came before. Without a compiler no sink opens, and the generators do everything (docs/adr/0030).
-"""
+                                                             which account for every token and write the rest"""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A checkpoint's chat template: messages to the text that the model was trained to answer.
-
-The environment is the one of `transformers.apply_chat_template`: sandboxed and immutable, with the same filters,
-functions and white space, so that the same messages give the same prompt.
-"""
+"""A checkpoint's chat template: messages to the text that the model was trained to answer."""
 
 from __future__ import annotations
 

@@ -12,11 +12,7 @@ have a lower priority than the engine.
 
 The library counts the work of a mask, stops at a limit, and releases the interpreter's lock meanwhile. Work within the
 limit may take ten seconds of a core and more, so time is bounded as well. A thread cannot be killed: others replace
-those that are stuck.
-
-A matcher is kept until its request ends, a compiled grammar for later requests. Both are caches: they can be made again
-from grammar and output, with the same result.
-"""
+those that are stuck."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
 """Fills a model from a checkpoint, and packs each of its parts as soon as that part is read.
 
-    parts ─▶ threads, one core each, the largest part first: read its slots ─▶ pack it ─▶ free what was read
-
-What is read and not yet packed is little at the end, when most is packed: memory is then the packed weights' and little
-more.
-"""
+parts ─▶ threads, one core each, the largest part first: read its slots ─▶ pack it ─▶ free what was read"""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Pads decode steps to the few sizes that have been captured, and makes steps of padding alone. No torch: pure
-functions over host arrays.
-
-A padding row is token 0 at position 0, with an empty context; its key and value are not written.
-"""
+functions over host arrays."""
 
 from __future__ import annotations
 

@@ -4,15 +4,7 @@
                                              │                                 ├─▶ its request continues from there
                                              └── its request has gone ─────────┴─▶ blocks released
 
-An onload for another worker (`fetch`) belongs to no request: its blocks are cached once they are on the device.
-
-Of a model with windows an onload has the pages of each group that the device lacks and that later tokens read.
-
-An onload always finishes: its blocks belong to it until it is done. They are cached even if its request has ended.
-
-A request loads blocks if that takes less time than computing their tokens. The load waits for earlier onloads and has
-their speed; computing has the speed of prompts (`prefill_tokens_per_s`). While that is unknown (0), the request loads.
-"""
+An onload always finishes: its blocks belong to it until it is done. They are cached even if its request has ended."""
 
 from __future__ import annotations
 

@@ -4,9 +4,6 @@
                ▲                                            │   └─── apply: the role answers HOLD ──▶ HELD ── release ─▶
                └──────── plan: another needs its blocks ────┘
 
-A request whose first blocks are on the host keeps waiting, with all its blocks and a batch slot, until they are loaded
-(`workers.scheduling.onloads`). If no other request computes meanwhile, it starts at once and the device waits.
-
 `plan` fills a step: first every sequence that decodes, one token each; then prompts under way; then new requests, as
 long as tokens, sequences and blocks last. A sequence gets blocks for all its tokens when it is admitted, and one more
 whenever its answer grows into it. If no block is free, the request of the largest rank is preempted: so the one of the
@@ -26,12 +23,6 @@ With several groups of layers, or windows (`kvtransfer.windows`), a sequence has
 window get pages for the worst moment of the prompt at admission, then those that the next step writes, before any row
 is planned. Once a step is applied, pages behind the window go back to the pool; sealed, they stay cached until the pool
 needs them. So a prompt lacks pages in its midst only if others took these meanwhile: then it preempts, as answers do.
-
-With `speculation` a row that decodes may have drafts, which take what tokens and blocks are left. It brings an unknown
-number of tokens, so no row of a step in flight follows it.
-
-A request whose grammar's mask is pending is left out and keeps its state. If the mask is first missing while the row is
-sampled, its last position is computed again.
 """
 
 from __future__ import annotations

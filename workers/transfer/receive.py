@@ -1,12 +1,8 @@
 """The receiving side of KV transfer: reserves blocks, lands the KV that arrives for them, gives both to requests.
 
-    reserve(ReserveRequest) ──▶ Ticket ──▶ gateway ──▶ the other worker    all on the engine's thread, between steps
-    tick: arrived chunk ── ledger: where to? ──▶ TransferLeader.land(blocks) ──▶ ledger.landed
-    adopted / pulled: the ticket ARRIVED ──▶ the request has its blocks
-
-An adopted request needs a sequence's KV from another worker, and fails without it. A pull requests a prefix that
-another worker has cached; without it the request computes the prefix.
-"""
+reserve(ReserveRequest) ──▶ Ticket ──▶ gateway ──▶ the other worker    all on the engine's thread, between steps
+tick: arrived chunk ── ledger: where to? ──▶ TransferLeader.land(blocks) ──▶ ledger.landed
+adopted / pulled: the ticket ARRIVED ──▶ the request has its blocks"""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """KV transfer of a whole worker: rank 0 decides, every tensor-parallel rank does the same operation at once.
 
-    pool role ──▶ TransferLeader (rank 0) ─┬─▶ Leader.followers ══▶ RankTransfer of every follower
-                                           └─────────────────────▶ RankTransfer of rank 0
-
-Every call returns at once. A chunk counts as arrived when every rank has it.
-"""
+pool role ──▶ TransferLeader (rank 0) ─┬─▶ Leader.followers ══▶ RankTransfer of every follower
+                                       └─────────────────────▶ RankTransfer of rank 0"""
 
 from __future__ import annotations
 

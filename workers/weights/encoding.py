@@ -1,10 +1,6 @@
 """The seam between a linear layer and the format of its weight: a `WeightEncoding` makes the layer's `Matrix`.
 
-    checkpoint ── WeightSource ──▶ Slot ── Matrix.slots ◀── WeightEncoding.matrix(context, share) ◀── linear layer
-
-A layer names the projections that it fuses and the part of each that its rank holds. The encoding allocates what it
-needs, lists the checkpoint's tensors that fill it, and multiplies.
-"""
+checkpoint ── WeightSource ──▶ Slot ── Matrix.slots ◀── WeightEncoding.matrix(context, share) ◀── linear layer"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`baton drain WORKER`: a worker takes no new work, its requests migrate or finish, and then its process ends.
-
-`baton drain --here` drains every worker of a machine or pod that is about to end.
-"""
+"""`baton drain WORKER`: a worker takes no new work, its requests migrate or finish, and then its process ends."""
 
 from __future__ import annotations
 

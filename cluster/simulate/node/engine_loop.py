@@ -1,10 +1,6 @@
 """An engine's loop in simulated time: timers do what `workers.rpc.loop.ThreadedEngineLoop` does on a thread.
 
-    wake ─▶ inbox ─▶ Engine.step ─▶ (the device's time passes) ─▶ publish, inbox ─▶ Engine.step ─▶ ...
-
-A leap takes several steps that are alike (`cluster.simulate.node.leaps`) as one batch. The loop foresees their ends; it
-launches the batch and publishes its tokens when the last step ends or an event arrives from outside.
-"""
+wake ─▶ inbox ─▶ Engine.step ─▶ (the device's time passes) ─▶ publish, inbox ─▶ Engine.step ─▶ ..."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The time between the tokens of each answer (ITL), from the ends of the workers' steps.
-
-A gap counts if the client still waits when its token is published, also of an answer that fails later, and of a token
-that is lost with a worker. The pause of such an answer counts as two gaps.
-"""
+"""The time between the tokens of each answer (ITL), from the ends of the workers' steps."""
 
 from __future__ import annotations
 

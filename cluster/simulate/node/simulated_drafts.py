@@ -1,8 +1,4 @@
-"""Simulated speculation: drafts that are right as often as measured, and what a device brings of a row with drafts.
-
-Queries, the number of drafts, verification and counts are production code (`workers.speculation`). The proposer knows
-the toy model (`workers.toy`), whose next token is a function of all tokens before it.
-"""
+"""Simulated speculation: drafts that are right as often as measured, and what a device brings of a row with drafts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The share of its capacity that a load asks of each pool, by arithmetic, and whether a run lasted long enough.
-
-Prompts and answers are priced in the largest steps, so a pool that is asked for more than 1 falls behind.
-"""
+"""The share of its capacity that a load asks of each pool, by arithmetic, and whether a run lasted long enough."""
 
 from __future__ import annotations
 

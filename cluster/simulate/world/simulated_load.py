@@ -1,7 +1,4 @@
-"""Sessions of simulated clients, recorded or generated from a seed.
-
-A turn's prompt is the whole conversation so far, answers included, plus what the turn adds.
-"""
+"""Sessions of simulated clients, recorded or generated from a seed."""
 
 from __future__ import annotations
 

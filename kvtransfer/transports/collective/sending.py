@@ -1,9 +1,4 @@
-"""The sending end of one rank's lanes: payloads wait in a queue for each lane, whose thread puts them on the wire.
-
-A payload is cut into the pieces of its plan, each for one or several ranks of the destination. Where the source has
-several ranks, a cancelled chunk is still announced, as void: so the streams of all source ranks announce the same
-chunks in the same order, and the destination does not wait for the void ones.
-"""
+"""The sending end of one rank's lanes: payloads wait in a queue for each lane, whose thread puts them on the wire."""
 
 from __future__ import annotations
 

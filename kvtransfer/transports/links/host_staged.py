@@ -1,9 +1,6 @@
 """Payloads in GPU memory over a network that only the host can use: every part goes through pinned memory.
 
-    GPU ── copy, queued ──▶ pinned ── gloo ══ network ══ gloo ──▶ pinned ── copy, queued ──▶ GPU
-
-All parts of a payload are queued before the first is sent: the GPU copies one while the network has another.
-"""
+GPU ── copy, queued ──▶ pinned ── gloo ══ network ══ gloo ──▶ pinned ── copy, queued ──▶ GPU"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The page at /: one self-contained document, which requests /admin and /metrics like any client.
-
-It contains no data of the cluster, so it needs no key: /admin and /metrics check access.
-"""
+"""The page at /: one self-contained document, which requests /admin and /metrics like any client."""
 
 from __future__ import annotations
 

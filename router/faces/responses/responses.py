@@ -1,15 +1,12 @@
 """POST /v1/responses and /v1/responses/input_tokens.
 
-    response.created ─▶ response.in_progress ─▶ items ─▶ response.completed | .incomplete | .failed
+response.created ─▶ response.in_progress ─▶ items ─▶ response.completed | .incomplete | .failed
 
-    message:        output_item.added ─▶ content_part.added ─▶ output_text.delta ... ─▶ output_text.done
-                    ─▶ content_part.done ─▶ output_item.done
-    reasoning:      the same, with reasoning_text for output_text
-    function_call:  output_item.added ─▶ function_call_arguments.delta ... ─▶ function_call_arguments.done
-                    ─▶ output_item.done
-
-Every event has the next sequence number: events are not alike, so that no sink writes them.
-"""
+message:        output_item.added ─▶ content_part.added ─▶ output_text.delta ... ─▶ output_text.done
+                ─▶ content_part.done ─▶ output_item.done
+reasoning:      the same, with reasoning_text for output_text
+function_call:  output_item.added ─▶ function_call_arguments.delta ... ─▶ function_call_arguments.done
+                ─▶ output_item.done"""
 
 from __future__ import annotations
 

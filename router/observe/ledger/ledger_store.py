@@ -1,14 +1,10 @@
 """The ledger's rows in a database, which several gateway processes share.
 
-    request ends ─▶ queue ─▶ thread: of 0.25 s, in one transaction     ─▶ requests ─▶ days, hours: their sums
-    again        ─▶ queue ─▶                                           ─▶ open_requests: what is being answered
-    every minute ─▶ queue ─▶                                           ─▶ model_devices: devices that there were
-    every 5 s    ─▶ queue ─▶                                           ─▶ worker_tokens: what workers have computed
-    every 30 s                                                         ◀─ rows older than they are kept, some at a time
-
-A request's id is its key. Requests of a killed process are counted as noted last, ended ones from its journal.
-Rows that cannot be written wait in memory, `MAX_QUEUED` at most; notes of open requests do not.
-"""
+request ends ─▶ queue ─▶ thread: of 0.25 s, in one transaction     ─▶ requests ─▶ days, hours: their sums
+again        ─▶ queue ─▶                                           ─▶ open_requests: what is being answered
+every minute ─▶ queue ─▶                                           ─▶ model_devices: devices that there were
+every 5 s    ─▶ queue ─▶                                           ─▶ worker_tokens: what workers have computed
+every 30 s                                                         ◀─ rows older than they are kept, some at a time"""
 
 from __future__ import annotations
 

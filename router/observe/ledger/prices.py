@@ -1,17 +1,14 @@
 """Prices from a TOML file, in USD.
 
-    device_hour = 2.50             # what one device costs, busy or not
+device_hour = 2.50             # what one device costs, busy or not
 
-    [[price]]
-    since = 2026-01-01             # dates are UTC; a later entry replaces an earlier one
-    model = "*"                    # or the served name; an adapter without a price has its model's
-    input = 0.50                   # a million tokens: computed prompt tokens,
-    cached = 0.05                  # prompt tokens from a prefix cache,
-    output = 1.50                  # and answers
-    batch = 0.5                    # times all of these for requests of batches; by default half
-
-A request is charged by the prices of the second in which it came.
-"""
+[[price]]
+since = 2026-01-01             # dates are UTC; a later entry replaces an earlier one
+model = "*"                    # or the served name; an adapter without a price has its model's
+input = 0.50                   # a million tokens: computed prompt tokens,
+cached = 0.05                  # prompt tokens from a prefix cache,
+output = 1.50                  # and answers
+batch = 0.5                    # times all of these for requests of batches; by default half"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tokens that workers report as computed, to be compared with the rows of requests.
-
-A worker's counts only grow, from its start on. The ledger begins to count it where the first gateway met it.
-"""
+"""Tokens that workers report as computed, to be compared with the rows of requests."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """The grammar of a constrained answer (`SamplingParams.grammar`): made here, and checked before a worker gets the
-request (`router.text.grammar.checker`).
-
-It is a grammar of llguidance: Lark with JSON Schemas in it, or the output of llguidance's own functions for a schema or
-a regex. Workers compile it again, against their tokens.
-"""
+request (`router.text.grammar.checker`)."""
 
 from __future__ import annotations
 

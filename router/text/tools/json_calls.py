@@ -1,8 +1,4 @@
-"""Calls that are objects of JSON, in tags, in a list or alone.
-
-A call is sent as soon as its name is known, and its arguments as they arrive, in the model's own text where that is
-JSON. Text that looks like a call but is not one stays text.
-"""
+"""Calls that are objects of JSON, in tags, in a list or alone."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """Calls whose parameters stand between tags, as text: written as JSON while they come.
 
-    qwen3_coder   <function=f>\\n<parameter=city>\\nParis\\n</parameter>\\n</function>
-    glm           <tool_call>f\\n<arg_key>city</arg_key>\\n<arg_value>Paris</arg_value>\\n</tool_call>
-    minimax_m2    <invoke name="f">\\n<parameter name="city">Paris</parameter>\\n</invoke>
-
-A parameter's schema decides what its text is. A string is sent as it comes; any other value is sent when it is
-complete, as the JSON that it is, or as a string where it is none.
-"""
+qwen3_coder   <function=f>\\n<parameter=city>\\nParis\\n</parameter>\\n</function>
+glm           <tool_call>f\\n<arg_key>city</arg_key>\\n<arg_value>Paris</arg_value>\\n</tool_call>
+minimax_m2    <invoke name="f">\\n<parameter name="city">Paris</parameter>\\n</invoke>"""
 
 from __future__ import annotations
 

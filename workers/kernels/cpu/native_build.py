@@ -1,9 +1,4 @@
-"""The CPU's kernels in C++: compiled for this processor at first use, then kept in the user's cache.
-
-Nothing is downloaded. Without a compiler, a library that was built ahead is loaded (`kvtransfer.prebuilt`). Without
-such a library, or where the cache cannot be written, torch computes everything; one line of the log reports it.
-`python -m workers.kernels.cpu` compiles ahead of the first start.
-"""
+"""The CPU's kernels in C++: compiled for this processor at first use, then kept in the user's cache."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """Finds out what a transformers model does by one forward pass on the meta device: no weight is read, no number
-computed.
-
-The pass shows each call of the attention interface with its heads, window and options; a model that attends in its own
-way, or whose tokens reach one another elsewhere, is refused by name.
-"""
+computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sizes of a decoder that transformers computes. Pure: `tracing` finds it out."""
+"""The sizes of a decoder that transformers computes. Pure: `tracing` determines them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Drafts of Medusa heads. Pure: the heads themselves are a `MedusaRunner`.
-
-All drafts of a sequence come from the hidden state before its last known token, which the last step computed. Heads run
-when they are queried: hidden states last until the next step.
-"""
+"""Drafts of Medusa heads. Pure: the heads themselves are a `MedusaRunner`."""
 
 from __future__ import annotations
 

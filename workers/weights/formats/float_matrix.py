@@ -1,8 +1,5 @@
 """Floating-point weights: multiplied with as the checkpoint has them, or packed as this machine reads them fastest.
 
-Packed, a product reads each weight once, in order, and no step lays anything out anew. Layout and product are ours
-(`workers.kernels.cpu.products`), or oneDNN's where nothing can be compiled.
-
 Legend: T tokens, I inputs, O outputs, F half of them: those of a gate and as many to be multiplied with it.
 """
 

@@ -1,8 +1,5 @@
 """The matrix of every quantised format: raw tensors until `pack`, then what this machine multiplies with.
 
-On CPUs weights are packed for compiled code (`workers.kernels.cpu.quantised`); elsewhere, and in forms that it does not
-take, `QuantisedWeight`s are dequantised a tile at a time.
-
 Legend: T tokens, I inputs, O outputs.
 """
 

@@ -161,7 +161,7 @@ def test_a_narrow_terminal_breaks_no_name() -> None:
     assert "--json, also shows prompt" in out.getvalue()
 
 
-def test_where_nobody_answers_that_is_said() -> None:
+def test_an_unreachable_gateway_is_reported() -> None:
     with pytest.raises(Unavailable):
         why("mine", "http://127.0.0.1:9")
 
