@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,7 +18,7 @@ COMPILERS = re.compile(r"(?<!\S)(?:gcc|g\+\+|clang|build-essential)(?!\S)")
 
 def read_stages() -> dict[str, list[str]]:
     """The instructions of each stage, continued lines joined; those before the first FROM are of stage ""."""
-    text = re.sub(r"^#.*\n", "", (K8S / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    text = re.sub(r"^#.*\n", "", (ROOT / "deploy" / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     stages: dict[str, list[str]] = {"": []}
     name = ""
     for line in filter(None, (line.strip() for line in text.splitlines())):
@@ -50,6 +51,15 @@ def test_the_cpu_image_has_no_compiler_and_the_gpu_image_has_c() -> None:
     [folder] = re.findall(r"BATON_PREBUILT=(\S+)", final)
     assert f"COPY --from=build {folder} {folder}" in stages["final"]
     assert f"deploy/prebuild.py {folder}" in stages["build"][-1]
+
+
+def test_a_model_is_the_only_argument_and_its_files_are_kept() -> None:
+    final = read_stages()["final"]
+    assert 'ENTRYPOINT ["baton", "up", "--host", "0.0.0.0"]' in final
+    [home] = re.findall(r"HF_HOME=(\S+)", " ".join(final))
+    assert f"VOLUME {home}" in final
+    made = next(number for number, line in enumerate(final) if f"chown baton:baton {home}" in line)
+    assert made < final.index("USER 10001") < final.index(f"VOLUME {home}"), "a volume takes the folder's owner"
 
 
 def test_everything_in_c_is_built_ahead() -> None:
@@ -108,3 +118,15 @@ def test_without_a_tool_that_asks_registries_nothing_is_pinned(tmp_path: Path) -
     assert (done.returncode, done.stdout) == (1, "")
     assert "docker with buildx, crane or skopeo" in done.stderr
     assert os.access(K8S / "pin.sh", os.X_OK)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_the_unit_for_systemd_is_valid(tmp_path: Path) -> None:
+    unit = (ROOT / "deploy" / "baton.service").read_text()
+    [command] = re.findall(r"^ExecStart=(\S+) up \$BATON_UP$", unit, re.MULTILINE)
+    unit = unit.replace(command, "/bin/true").replace("User=baton", "User=root")
+    (tmp_path / "baton.service").write_text(unit)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", tmp_path / "baton.service"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

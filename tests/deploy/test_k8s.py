@@ -19,7 +19,6 @@ from cluster.supervision.worker_placement import NodeResources, plan
 from protos.release import VERSION
 from protos.values import WorkerRole
 from tests.deploy.rendering import (
-    K8S,
     POOLS,
     ROOT,
     SHAPES,
@@ -293,7 +292,7 @@ def test_the_pod_that_fills_the_volume_may_run_in_the_namespace(rendered: Callab
 
 
 def test_the_model_of_the_base_is_in_the_image(rendered: Callable[[str], Rendered]) -> None:
-    dockerfile = (K8S / "Dockerfile").read_text()
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
     folder = Path(config_of(rendered("base")).worker.model).relative_to("/app")
     assert (ROOT / folder / "config.json").is_file()
     assert re.search(rf"^COPY {folder.parts[0]} {folder.parts[0]}$", dockerfile, re.MULTILINE)
@@ -303,4 +302,4 @@ def test_the_model_of_the_base_is_in_the_image(rendered: Callable[[str], Rendere
     "package", ["cluster", "router", "workers", "prefill_pool", "decode_pool", "kvtransfer", "protos"]
 )
 def test_every_package_is_in_the_image(package: str) -> None:
-    assert re.search(rf"^COPY {package} {package}$", (K8S / "Dockerfile").read_text(), re.MULTILINE)
+    assert re.search(rf"^COPY {package} {package}$", (ROOT / "deploy" / "Dockerfile").read_text(), re.MULTILINE)
