@@ -95,7 +95,7 @@ def check_joins(info: WorkerInfo, others: Sequence[WorkerInfo]) -> None:
     if info.wire != WIRE:
         raise IncompatibleWorkers(
             f"worker {info.worker_id} of Baton {info.version or 'before 0.1.0'} speaks wire {info.wire}, this gateway "
-            f"of {VERSION} speaks wire {WIRE}: start both with versions of one wire (docs/releases.md)",
+            f"of {VERSION} speaks wire {WIRE}: start both with versions of one wire (docs/upgrading.md)",
             param="wire",
         )
     others = [other for other in others if other.revision == info.revision]

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, closing
+from operator import attrgetter
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import make_app
 from deploy.dist import PACKAGES
-from protos.release import VERSION
+from protos.release import VERSION, WIRE
 from router.observe.ledger.ledger_report import sums
 from router.observe.ledger.ledger_tables import ledger_database
 from tests.cluster.deployed import DEMO, PRECISE, Deployed
@@ -43,18 +44,21 @@ MODEL = (
 LINE = {"method": "POST", "url": "/v1/completions"}
 
 
-@pytest.fixture(scope="module")
-def later(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
-    """The command in which Python finds a later Baton: a copy with another version."""
-    root = tmp_path_factory.mktemp("later")
+def copied(root: Path, wire: int = WIRE) -> Sequence[str]:
+    """Copies Baton as a later version. Returns the command in which Python finds it."""
     for package in PACKAGES:
         shutil.copytree(
             ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__", "eagle3", "medusa")
         )
     release = root / "protos" / "release.py"
-    text = release.read_text(encoding="utf-8")
-    release.write_text(text.replace(f'VERSION = "{VERSION}"', f'VERSION = "{LATER}"'), encoding="utf-8")
+    text = release.read_text(encoding="utf-8").replace(f'VERSION = "{VERSION}"', f'VERSION = "{LATER}"')
+    release.write_text(text.replace(f"WIRE = {WIRE}", f"WIRE = {wire}"), encoding="utf-8")
     return "env", "-C", str(root), f"PYTHONPATH={root}"
+
+
+@pytest.fixture(scope="module")
+def later(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
+    return copied(tmp_path_factory.mktemp("later"))
 
 
 class Site:
@@ -204,3 +208,21 @@ async def test_the_workers_of_a_host_are_replaced_by_a_later_supervisor(site: Si
             versions[worker_id] = LATER
             await ready(gateway, versions)
     assert await asyncio.to_thread(new.stop) == 0, new.log
+
+
+async def test_each_gateway_serves_the_workers_of_its_wire(site: Site, tmp_path: Path) -> None:
+    other = copied(tmp_path / "other", WIRE + 1)
+    site.worker("decode-0")
+    site.worker("decode-1", other)
+    for gateway, own, foreign in ((site.gateway(), 0, 1), (site.gateway(other), 1, 0)):
+        url = await asyncio.to_thread(attrgetter("url"), gateway)
+        async with httpx.AsyncClient(base_url=url, timeout=60.0) as client, asyncio.timeout(120):
+            states: dict[str, str] = {}
+            while states != {f"decode-{own}": "ready", f"decode-{foreign}": "incompatible"}:
+                workers = (await client.get("/admin/status")).json()["workers"]
+                states = {one["worker_id"]: one["state"] for one in workers if "decode" in one["worker_id"]}
+            degraded = (await client.get("/ready")).json()["degraded"]
+            assert VERSION in degraded
+            assert LATER in degraded
+            body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0.0}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
