@@ -6,50 +6,82 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protos.errors import NotFound
-from router.admin.requests import SECOND, seconds_of
+from protos.errors import InvalidRequest, NotFound
 from router.database.database import Database
-from router.faces.endpoint import Schema, query_parameter
 from router.gateway import Gateway
 from router.http.api import json_response
+from router.http.body import Query, second
 from router.observe.ledger.ledger_report import GROUPS, costs
 from router.observe.ledger.organization import (
-    COST_GROUPS,
     MAX_COST_DAYS,
     USAGE_GROUPS,
     VECTOR_GROUPS,
     WIDTHS,
     PageQuery,
     costs_page,
-    page_query,
     usage_page,
     vector_usage_page,
 )
 from router.observe.ledger.request_ledger import RequestLedger
 
 DEFAULT_SINCE_S = 86_400
-_LEAST_MAX_BUCKETS = min(largest for _, _, largest in WIDTHS.values())
 _GROUPED = f"({'|'.join(GROUPS)})"
-COSTS_QUERY = (
-    query_parameter("since", SECOND),
-    query_parameter("until", SECOND),
-    query_parameter("by", {"type": "string", "pattern": f"^({_GROUPED}(,{_GROUPED})*)?$"}),
-)
 
 
-def buckets_query(groups: Sequence[str], *, most: int = _LEAST_MAX_BUCKETS) -> Sequence[Schema]:
-    return (
-        query_parameter("start_time", SECOND, required=True),
-        query_parameter("end_time", SECOND),
-        query_parameter("page", SECOND),
-        query_parameter("bucket_width", {"type": "string", "enum": list(WIDTHS)}),
-        query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": most}),
-        query_parameter("group_by", {"type": "array", "items": {"type": "string", "enum": list(groups)}}),
+class CostsQuery(Query):
+    since: int | SkipJsonSchema[None] = second(None)
+    until: int | SkipJsonSchema[None] = second(None)
+    by: str = Field(
+        default="tenant", pattern=f"^({_GROUPED}(,{_GROUPED})*)?$", description=f"a list of {', '.join(GROUPS)}"
+    )
+
+
+class BucketsQuery(Query):
+    """Buckets of time. `page`: the second at which the page begins."""
+
+    start_time: int = second(...)
+    end_time: int | SkipJsonSchema[None] = second(None)
+    page: int | SkipJsonSchema[None] = second(None)
+    bucket_width: Literal["1m", "1h", "1d"] = Field(default="1d", description="1m, 1h or 1d")
+    limit: int | SkipJsonSchema[None] = Field(
+        default=None, ge=1, json_schema_extra={"maximum": 31}, description="a number of buckets"
+    )
+
+    def buckets(self, by: Sequence[str], *, most: int | None = None) -> PageQuery:
+        """Raises InvalidRequest for more buckets than a page has."""
+        width_s, count, largest = WIDTHS[self.bucket_width]
+        limit, most = self.limit or count, most or largest
+        if limit > most:
+            problem = f"'limit' is {limit}: it must be a number from 1 to {most} for buckets of {self.bucket_width}"
+            raise InvalidRequest(problem, param="limit")
+        start_s = (self.start_time if self.page is None else self.page) // width_s * width_s
+        end_s = (int(time.time()) // width_s + 1) * width_s if self.end_time is None else self.end_time
+        by = tuple(dict.fromkeys(by))
+        return PageQuery(start_s=start_s, end_s=max(start_s, end_s), width_s=width_s, count=limit, by=by)
+
+
+class UsageQuery(BucketsQuery):
+    group_by: list[Literal["project_id", "api_key_id", "model", "batch", "user_id", "service_tier"]] = Field(
+        default=[], description="names of " + ", ".join(USAGE_GROUPS)
+    )
+
+
+class VectorQuery(BucketsQuery):
+    group_by: list[Literal["project_id", "user_id", "api_key_id", "model"]] = Field(
+        default=[], description="names of " + ", ".join(VECTOR_GROUPS)
+    )
+
+
+class ChargesQuery(BucketsQuery):
+    group_by: list[Literal["project_id", "api_key_id", "line_item"]] = Field(
+        default=[], description="names of project_id, api_key_id and line_item"
     )
 
 
@@ -60,11 +92,11 @@ def _ledger(gateway: Gateway) -> RequestLedger:
     return gateway.ledger
 
 
-async def cost_report(gateway: Gateway, request: Request) -> Response:
+async def cost_report(gateway: Gateway, _: Request, asked: CostsQuery) -> Response:
     ledger = _ledger(gateway)
-    until_s = seconds_of(request, "until", int(time.time()) + 1)
-    since_s = seconds_of(request, "since", max(0, until_s - DEFAULT_SINCE_S))
-    by = [name for name in request.query_params.get("by", "tenant").split(",") if name]
+    until_s = int(time.time()) + 1 if asked.until is None else asked.until
+    since_s = max(0, until_s - DEFAULT_SINCE_S) if asked.since is None else asked.since
+    by = [name for name in asked.by.split(",") if name]
     report = await asyncio.to_thread(
         costs, ledger.store.database, ledger.prices, since_s=since_s, until_s=until_s, by=by
     )
@@ -82,16 +114,16 @@ async def cost_report(gateway: Gateway, request: Request) -> Response:
     )
 
 
-async def usage(gateway: Gateway, request: Request) -> Response:
-    return await _page(gateway, usage_page, page_query(request, groups=USAGE_GROUPS))
+async def usage(gateway: Gateway, _: Request, asked: UsageQuery) -> Response:
+    return await _page(gateway, usage_page, asked.buckets(asked.group_by))
 
 
-async def vector_usage(gateway: Gateway, request: Request) -> Response:
-    return await _page(gateway, vector_usage_page, page_query(request, groups=VECTOR_GROUPS))
+async def vector_usage(gateway: Gateway, _: Request, asked: VectorQuery) -> Response:
+    return await _page(gateway, vector_usage_page, asked.buckets(asked.group_by))
 
 
-async def charged(gateway: Gateway, request: Request) -> Response:
-    return await _page(gateway, costs_page, page_query(request, groups=COST_GROUPS, most=MAX_COST_DAYS))
+async def charged(gateway: Gateway, _: Request, asked: ChargesQuery) -> Response:
+    return await _page(gateway, costs_page, asked.buckets(asked.group_by, most=MAX_COST_DAYS))
 
 
 async def _page(gateway: Gateway, page: Callable[[Database, PageQuery], dict[str, Any]], query: PageQuery) -> Response:

@@ -5,42 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protos.errors import InvalidRequest, UnknownRequest
+from protos.errors import UnknownRequest
 from protos.event_loop import loop_time
-from router.faces.endpoint import Schema, query_parameter
 from router.gateway import Gateway
 from router.http.api import json_response
+from router.http.body import Query, second
 from router.observe.history import PERIOD_S
-from router.observe.ledger.organization import LATEST_S
 from router.traces.cache_misses import EvictionLog, explain
 from router.traces.json_view import shadow_view, summary, whole
 from router.traces.request_trace import RequestTrace, RequestTraces
 
-SECOND: Schema = {"type": "integer", "minimum": 0, "maximum": LATEST_S}
-
-
-def seconds_of(request: Request, name: str, default: int) -> int:
-    """Whole seconds since 1970. Raises InvalidRequest."""
-    value = request.query_params.get(name)
-    if value is None:
-        return default
-    if not value.isdecimal() or len(value) > 12 or int(value) > LATEST_S:
-        raise InvalidRequest(f"{name}={value[:40]}: give whole seconds since 1970", param=name)
-    return int(value)
-
-
 DEFAULT_COUNT = 50
 MAX_COUNT = 1000
-RECENT_QUERY = (
-    query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_COUNT, "default": DEFAULT_COUNT}),
-)
 
 
-async def recent(gateway: Gateway, request: Request) -> Response:
-    count, offset_s = _count(request.query_params.get("limit", str(DEFAULT_COUNT))), _offset_s(gateway)
+class RecentQuery(Query):
+    limit: int = Field(default=DEFAULT_COUNT, ge=1, le=MAX_COUNT, description=f"a number from 1 to {MAX_COUNT}")
+
+
+class HistoryQuery(Query):
+    """Periods that ended at `since` or before are left out."""
+
+    since: int = second(0)
+
+
+async def recent(gateway: Gateway, _: Request, asked: RecentQuery) -> Response:
+    count, offset_s = asked.limit, _offset_s(gateway)
     return json_response({"requests": [summary(trace, offset_s) for trace in gateway.routing.records.recent(count)]})
 
 
@@ -83,12 +77,6 @@ def ahead_s(clock: Callable[[], float], other: Callable[[], float]) -> float:
     return read - (begun + over) / 2
 
 
-def _count(limit: str) -> int:
-    if limit.isascii() and limit.isdigit() and len(limit) <= 32 and 1 <= int(limit) <= MAX_COUNT:
-        return int(limit)
-    raise InvalidRequest(f"'limit' is {limit[:32]!r}: it must be a number from 1 to {MAX_COUNT}", param="limit")
-
-
 def _explained(record: RequestTrace, records: RequestTraces, evictions: EvictionLog) -> dict[str, Any] | None:
     if not record.choices:
         return None
@@ -96,7 +84,6 @@ def _explained(record: RequestTrace, records: RequestTraces, evictions: Eviction
     return {"job": record.job.request_id, "prompt_tokens": record.num_prompt_tokens, "miss": miss}
 
 
-async def history(gateway: Gateway, request: Request) -> Response:
-    """`since` leaves out periods that ended then or before."""
-    points = gateway.history.since(seconds_of(request, "since", 0))
+async def history(gateway: Gateway, _: Request, asked: HistoryQuery) -> Response:
+    points = gateway.history.since(asked.since)
     return json_response({"period_s": PERIOD_S, "points": points})

@@ -9,22 +9,22 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protos.errors import BatonError, InvalidRequest, NotFound, UnsupportedParameter
+from protos.errors import BatonError, NotFound, UnsupportedParameter
 from protos.values import Profile, WorkerRole
 from router.dispatch.lane_probe import PROBE_TIMEOUT_S, probe_lane
-from router.faces.endpoint import query_parameter
 from router.fleet.fleet import Fleet
 from router.gateway import Gateway
 from router.http.api import json_response
+from router.http.body import Query
 from router.jobs import WorkerView
 
 STATS_TIMEOUT_S = 2.0
@@ -162,15 +162,19 @@ async def _refuse_parameters(request: Request) -> None:
         )
 
 
-MAX_DIGITS = 9
 MIN_TIMEOUT_S = 0.1
-_SECONDS = re.compile(r"[0-9]{1,3}(\.[0-9]{1,20})?")
-PROBE_QUERY = (
-    query_parameter("source", {"type": "string"}, required=True),
-    query_parameter("destination", {"type": "string"}, required=True),
-    query_parameter("num_tokens", {"type": "integer", "minimum": 1, "maximum": 10**6, "default": 64}),
-    query_parameter("timeout_s", {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": PROBE_TIMEOUT_S}),
-)
+
+
+class ProbeQuery(Query):
+    source: str = Field(description="a worker's name")
+    destination: str = Field(description="a worker's name")
+    num_tokens: int = Field(default=64, ge=1, le=10**6, description="a whole number from 1 to 1000000")
+    timeout_s: float = Field(
+        default=PROBE_TIMEOUT_S, ge=MIN_TIMEOUT_S, le=PROBE_TIMEOUT_S,
+        description=f"{MIN_TIMEOUT_S:g} to {PROBE_TIMEOUT_S:g} seconds",
+    )  # fmt: skip
+
+
 SILENT = {"tickets": None, "lanes": None, "tiers": None}
 
 
@@ -193,32 +197,20 @@ async def kv(gateway: Gateway, request: Request) -> Response:
     )
 
 
-async def probe(gateway: Gateway, request: Request) -> Response:
+async def probe(gateway: Gateway, request: Request, asked: ProbeQuery) -> Response:
     """Answers 429 if the source does not compute the prompt in time, 504 if its KV does not arrive; `timeout_s` is
     for both."""
-    fleet, asked = gateway.fleet, request.query_params
+    fleet = gateway.fleet
     if not isinstance(fleet, Fleet):
         raise NotFound("this gateway has no lanes")
-    num_tokens = asked.get("num_tokens", "64")
-    if not num_tokens.isdecimal() or len(num_tokens) > MAX_DIGITS or not int(num_tokens):
-        raise InvalidRequest(f"num_tokens={num_tokens[:40]}: give a whole number above 0", param="num_tokens")
-    timeout_s = _timeout_s(asked.get("timeout_s"))
-    source, destination = (fleet.named(asked.get(name, ""), param=name) for name in ("source", "destination"))
+    source = fleet.named(asked.source, param="source")
+    destination = fleet.named(asked.destination, param="destination")
     ends = source.worker_id, destination.worker_id
     _, before_s = await _lane(fleet, *ends)
-    gateway_id = fleet.offers.gateway_id
-    reading = await probe_lane(source, destination, int(num_tokens), gateway_id=gateway_id, timeout_s=timeout_s)
+    gateway_id, num_tokens = fleet.offers.gateway_id, asked.num_tokens
+    reading = await probe_lane(source, destination, num_tokens, gateway_id=gateway_id, timeout_s=asked.timeout_s)
     transport, busy_s = await _lane(fleet, *ends)
     return json_response(asdict(reading) | {"transport": transport, "lane_s": max(0.0, busy_s - before_s)})
-
-
-def _timeout_s(given: str | None) -> float:
-    if given is None:
-        return PROBE_TIMEOUT_S
-    if not _SECONDS.fullmatch(given) or not MIN_TIMEOUT_S <= float(given) <= PROBE_TIMEOUT_S:
-        problem = f"timeout_s={given[:40]}: give {MIN_TIMEOUT_S:g} to {PROBE_TIMEOUT_S:g} seconds"
-        raise InvalidRequest(problem, param="timeout_s")
-    return float(given)
 
 
 async def _lane(fleet: Fleet, source: str, destination: str) -> tuple[str, float]:

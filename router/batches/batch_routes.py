@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -16,8 +16,8 @@ from protos.errors import InvalidRequest, NotFound, UnknownModel
 from router.batches.file_routes import (
     EXPIRY,
     EXPIRY_S,
-    MAX_LIMIT,
-    MAX_LISTED,
+    FileListQuery,
+    ListQuery,
     UploadForm,
     batch_of,
     batch_page,
@@ -31,7 +31,7 @@ from router.batches.file_routes import (
     upload_file,
 )
 from router.batches.line_run import SERVED
-from router.faces.endpoint import Endpoint, Face, Schema, query_parameter
+from router.faces.endpoint import Endpoint, Face
 from router.files.records import ENDED, UPLOADED, WINDOW, WINDOWS, StoredBatch, new_id
 from router.gateway import Gateway
 from router.http.api import json_response
@@ -112,8 +112,8 @@ def model_of(gateway: Gateway, read: Callable[[int, int], bytes]) -> str:
     return card.parent or card.name
 
 
-async def list_batches(gateway: Gateway, request: Request) -> Response:
-    batches, has_more = await batch_page(gateway, request, "openai")
+async def list_batches(gateway: Gateway, request: Request, asked: ListQuery) -> Response:
+    batches, has_more = await batch_page(gateway, request, asked.page(api="openai"))
     return json_response(list_body([batch_body(batch) for batch in batches], has_more=has_more))
 
 
@@ -162,17 +162,6 @@ def _usage(batch: StoredBatch) -> dict[str, Any]:
     }
 
 
-_ID = {"type": "string", "minLength": 1}
-
-
-def _paged(most: int, default: int) -> Sequence[Schema]:
-    return (
-        query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": most, "default": default}),
-        query_parameter("after", _ID),
-        query_parameter("order", {"enum": ["asc", "desc"]}),
-    )
-
-
 _FILE, _BATCH = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
 BATCHES_FACE = Face(
     endpoints=(
@@ -181,7 +170,7 @@ BATCHES_FACE = Face(
         ),
         Endpoint(
             "GET", "/v1/files", list_files, "The files of the key's tenant, newest first",
-            query=(*_paged(MAX_LISTED, MAX_LISTED), query_parameter("purpose", {"type": "string"})),
+            query=FileListQuery,
         ),
         Endpoint("GET", _FILE, retrieve_file, "One file"),
         Endpoint("DELETE", _FILE, delete_file, "Deletes a file"),
@@ -192,7 +181,7 @@ BATCHES_FACE = Face(
         ),
         Endpoint(
             "GET", "/v1/batches", list_batches, "The batches of the key's tenant, newest first",
-            query=_paged(MAX_LIMIT, 20),
+            query=ListQuery,
         ),
         Endpoint("GET", _BATCH, retrieve_batch, "One batch"),
         Endpoint("POST", f"{_BATCH}/cancel", cancel_batch, "Ends a batch: what is done is kept"),

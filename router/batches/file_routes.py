@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -18,10 +18,10 @@ from router.files.contents import failing
 from router.files.records import UPLOADED, Api, PageAsked, StoredBatch, StoredFile, new_id
 from router.gateway import Gateway
 from router.http.api import json_response
-from router.http.body import Body, parse_body
+from router.http.body import Body, Query, parse_body
 from router.http.middleware import header_of, tenant_of
 
-MAX_LIMIT = 100
+MAX_LIMIT, MAX_LISTED = 100, 10_000
 
 
 def storage_of(gateway: Gateway) -> BatchStorage:
@@ -33,22 +33,18 @@ def storage_of(gateway: Gateway) -> BatchStorage:
     return gateway.batches
 
 
-def page_asked(request: Request, *, most: int = MAX_LIMIT, default: int = 20, before: str = "") -> PageAsked:
-    """`before`: the name of the cursor that pages backwards, for an API that has one. Raises InvalidRequest."""
-    asked = request.query_params
-    limit, order = asked.get("limit", str(default)), asked.get("order", "desc")
-    if not limit.isdecimal() or len(limit) > 6 or not 1 <= int(limit) <= most:
-        raise InvalidRequest(f"'limit' is {limit[:40]!r}: it must be an integer between 1 and {most}", param="limit")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"'order' is {order[:40]!r}: it must be asc or desc", param="order")
-    names = ("after_id" if before else "after", before)
-    return PageAsked(
-        limit=int(limit),
-        after=asked.get(names[0]),
-        before=asked.get(before) if before else None,
-        names=names,
-        ascending=order == "asc",
-    )
+class ListQuery(Query):
+    limit: int = Field(default=20, ge=1, le=MAX_LIMIT, description=f"an integer between 1 and {MAX_LIMIT}")
+    after: str | SkipJsonSchema[None] = Field(default=None, min_length=1, description="the id of an entry")
+    order: Literal["asc", "desc"] = Field(default="desc", description="asc or desc")
+
+    def page(self, **filters: Any) -> PageAsked:
+        return PageAsked(limit=self.limit, after=self.after, ascending=self.order == "asc", filters=filters)
+
+
+class FileListQuery(ListQuery):
+    limit: int = Field(default=MAX_LISTED, ge=1, le=MAX_LISTED, description=f"an integer between 1 and {MAX_LISTED}")
+    purpose: str | SkipJsonSchema[None] = Field(default=None, description="a string")
 
 
 async def batch_of(gateway: Gateway, request: Request, api: Api) -> StoredBatch:
@@ -65,15 +61,13 @@ async def cancelled_batch(gateway: Gateway, request: Request, api: Api) -> Store
     return batch
 
 
-async def batch_page(gateway: Gateway, request: Request, api: Api, **limits: Any) -> tuple[list[StoredBatch], bool]:
+async def batch_page(gateway: Gateway, request: Request, asked: PageAsked) -> tuple[list[StoredBatch], bool]:
     """Batches of the request's tenant, and whether more follow. Raises InvalidRequest."""
-    asked = replace(page_asked(request, **limits), filters={"api": api})
     return await asyncio.to_thread(storage_of(gateway).batches.page, tenant_of(request).name, asked)
 
 
 MAX_PARTS = 16
 """Files and fields of a form, of which Starlette counts each kind."""
-MAX_LISTED = 10_000
 KEPT_S = 30 * 86_400
 """A file of a batch's input is kept for so long, unless its upload has another time."""
 EXPIRY_S = (3600, 2_592_000)
@@ -132,14 +126,10 @@ async def _stored(storage: BatchStorage, tenant: str, sent: FormData) -> StoredF
     return file
 
 
-async def list_files(gateway: Gateway, request: Request) -> Response:
-    storage = storage_of(gateway)
-    asked = page_asked(request, most=MAX_LISTED, default=MAX_LISTED)
-    purpose = request.query_params.get("purpose")
-    filters: dict[str, Any] = {"is_hidden": 0} | ({"purpose": purpose} if purpose is not None else {})
-    found, has_more = await asyncio.to_thread(
-        storage.files.page, tenant_of(request).name, replace(asked, filters=filters)
-    )
+async def list_files(gateway: Gateway, request: Request, asked: FileListQuery) -> Response:
+    filters = {"is_hidden": 0} | ({"purpose": asked.purpose} if asked.purpose is not None else {})
+    page = storage_of(gateway).files.page
+    found, has_more = await asyncio.to_thread(page, tenant_of(request).name, asked.page(**filters))
     return json_response(list_body([file_body(file) for file in found], has_more=has_more))
 
 

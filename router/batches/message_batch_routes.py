@@ -17,6 +17,7 @@ from typing import IO, Annotated, Any
 
 import orjson
 from pydantic import Field, WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -26,13 +27,13 @@ from router.batches.file_routes import KEPT_S, batch_of, batch_page, cancelled_b
 from router.batches.line_run import MESSAGES
 from router.batches.lines import InputChecker
 from router.faces.anthropic.messages import ANTHROPIC
-from router.faces.endpoint import Endpoint, Face, query_parameter
+from router.faces.endpoint import Endpoint, Face
 from router.files.batch_storage import BatchStorage
 from router.files.contents import spooled
-from router.files.records import ENDED, UPLOADED, StoredBatch, StoredFile, new_id
+from router.files.records import ENDED, UPLOADED, PageAsked, StoredBatch, StoredFile, new_id
 from router.gateway import Gateway
 from router.http.api import json_response
-from router.http.body import Body, read_json
+from router.http.body import Body, Query, read_json
 from router.http.middleware import tenant_of
 
 _BEGIN = re.compile(rb'\s*\{\s*"requests"\s*:\s*\[')
@@ -237,9 +238,18 @@ def _check(gateway: Gateway, storage: BatchStorage, lines: IO[bytes]) -> tuple[s
     return model, len(checker.index)
 
 
-async def list_message_batches(gateway: Gateway, request: Request) -> Response:
-    storage = storage_of(gateway)
-    batches, has_more = await batch_page(gateway, request, "anthropic", most=MAX_LISTED, before="before_id")
+class MessageBatchQuery(Query):
+    limit: int = Field(default=20, ge=1, le=MAX_LISTED, description=f"an integer between 1 and {MAX_LISTED}")
+    after_id: str | SkipJsonSchema[None] = Field(default=None, min_length=1, description="the id of an entry")
+    before_id: str | SkipJsonSchema[None] = Field(default=None, min_length=1, description="the id of an entry")
+
+
+async def list_message_batches(gateway: Gateway, request: Request, asked: MessageBatchQuery) -> Response:
+    storage, names = storage_of(gateway), ("after_id", "before_id")
+    page = PageAsked(
+        limit=asked.limit, after=asked.after_id, before=asked.before_id, names=names, filters={"api": "anthropic"}
+    )
+    batches, has_more = await batch_page(gateway, request, page)
     shown = [await _body(storage, request, batch) for batch in batches]
     ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
     return json_response({"data": shown, "has_more": has_more} | ends)
@@ -325,7 +335,6 @@ def _time(at_s: float | None) -> str | None:
     return None if at_s is None else datetime.fromtimestamp(at_s, UTC).isoformat().replace("+00:00", "Z")
 
 
-_ID = {"type": "string", "minLength": 1}
 _BATCH = f"{PATH}/{{batch_id}}"
 MESSAGE_BATCHES_FACE = Face(
     api=ANTHROPIC,
@@ -336,10 +345,7 @@ MESSAGE_BATCHES_FACE = Face(
         ),
         Endpoint(
             "GET", PATH, list_message_batches, "The batches of the key's tenant, newest first",
-            query=(
-                query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": 20}),
-                query_parameter("after_id", _ID), query_parameter("before_id", _ID),
-            ),
+            query=MessageBatchQuery,
         ),
         Endpoint("GET", _BATCH, retrieve_message_batch, "One batch"),
         Endpoint("DELETE", _BATCH, delete_message_batch, "Deletes a batch that has ended, with its results"),

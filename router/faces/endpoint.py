@@ -11,11 +11,12 @@ from starlette.types import ASGIApp
 
 from router.gateway import Gateway
 from router.http.api import OPENAI, Api, api_of
-from router.http.body import Body, read_body
+from router.http.body import Body, Query, read_body, read_query
 
 Schema = dict[str, Any]
 Serve = Callable[..., Awaitable[ASGIApp]]
-"""Called with the gateway and the request; for a checked body, with the gateway of its model, the request and that."""
+"""Called with the gateway and the request; for a checked body, with the gateway of its model, the request and that;
+for a query, with the gateway, the request and that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,12 @@ class Endpoint:
     is_upload: bool = False
     body: type[Body] | None = None
     form: type[Body] | None = None
-    query: Sequence[Schema] = ()
+    query: type[Query] | None = None
 
     async def answer(self, gateway: Gateway, request: Request) -> ASGIApp:
         """Raises what `serve` and `read_body` raise, and UnknownModel."""
+        if self.query is not None:
+            return await self.serve(gateway, request, read_query(request, self.query))
         if self.body is None or self.is_upload:
             return await self.serve(gateway, request)
         body: Any = await read_body(request, self.body, gateway.widest)
@@ -62,7 +65,3 @@ class Face:
     endpoints: Sequence[Endpoint]
     api: Api = OPENAI
     absent: Mapping[str, str] = field(default_factory=dict)
-
-
-def query_parameter(name: str, schema: Schema, *, required: bool = False) -> Schema:
-    return {"name": name, "in": "query", "required": required, "schema": schema}

@@ -4,7 +4,7 @@ described by the APIs in whose form they are."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -53,7 +53,7 @@ def _described(endpoint: Endpoint, api: Api, schemas: Schema) -> Schema:
     described: Schema = {
         "operationId": re.sub(r"\W+", "_", f"{endpoint.method.lower()}{endpoint.path}").strip("_"),
         "summary": endpoint.summary,
-        "parameters": [*inside, *endpoint.query, *([_MAX_TTFT] if endpoint.track else [])],
+        "parameters": [*inside, *_queried(endpoint), *([_MAX_TTFT] if endpoint.track else [])],
         "responses": {"2XX": {"description": endpoint.summary}},
     }
     if endpoint.key:
@@ -63,6 +63,12 @@ def _described(endpoint: Endpoint, api: Api, schemas: Schema) -> Schema:
     if (request := _request(endpoint, schemas)) is not None:
         described["requestBody"] = {"required": True, "content": request}
     return described
+
+
+def _queried(endpoint: Endpoint) -> Iterator[Schema]:
+    whole = TypeAdapter(endpoint.query).json_schema() if endpoint.query is not None else {"properties": {}}
+    for name, schema in whole["properties"].items():
+        yield {"name": name, "in": "query", "required": name in whole.get("required", ()), "schema": schema}
 
 
 def _request(endpoint: Endpoint, schemas: Schema) -> Schema | None:

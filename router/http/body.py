@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 import orjson
 from pydantic import (
@@ -233,6 +233,20 @@ class OpenBody(Body):
     model_config = ConfigDict(extra="allow")
 
 
+LATEST_S = 10**11
+
+
+def second(default: Any) -> Any:
+    """The field of a moment."""
+    return Field(default=default, ge=0, le=LATEST_S, description="whole seconds since 1970")
+
+
+class Query(Body):
+    """The parameters of a URL; others are passed over."""
+
+    model_config = ConfigDict(extra="ignore", strict=False)
+
+
 class OtherPart(OpenBody):
     """A part of an unlisted kind, which its reader skips or refuses."""
 
@@ -319,6 +333,15 @@ def with_bound(sampling: SamplingRequest, request: Request) -> SamplingRequest:
             return replace(sampling, max_ttft_ms=bound) if sampling.max_ttft_ms is None else sampling
     problem = f"The header '{MAX_TTFT_MS}' is {header[:60]!r}"
     raise InvalidRequest(f"{problem}: it must be a number of milliseconds from {low} to {high}", param="max_ttft_ms")
+
+
+def read_query(request: Request, kind: type[_Body]) -> _Body:
+    """A name may end in "[]" where it may come several times. Raises InvalidRequest."""
+    sent, found = request.query_params, {}
+    for name, field in kind.model_fields.items():
+        if values := [*sent.getlist(name), *sent.getlist(f"{name}[]")]:
+            found[name] = values if get_origin(field.annotation) is list else values[-1]
+    return parse_body(found, kind)
 
 
 def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.requests import Request
-
-from protos.errors import InvalidRequest
 from router.database.database import Database
 from router.observe.ledger.ledger_report import Endpoints, UsageSum, sums
 from router.observe.ledger.retention import kept_times
@@ -17,7 +13,6 @@ from router.observe.ledger.retention import kept_times
 WIDTHS: Mapping[str, tuple[int, int, int]] = {"1m": (60, 60, 1440), "1h": (3600, 24, 168), "1d": (86400, 7, 31)}
 """Seconds of a bucket; how many a page has, by default and at most."""
 MAX_COST_DAYS = 180
-LATEST_S = 10**11
 GROUPS: Mapping[str, str] = {"project_id": "tenant", "api_key_id": "key_id", "model": "model", "batch": "batch"}
 """Columns of the ledger by OpenAI's names."""
 USAGE_GROUPS = (*GROUPS, "user_id", "service_tier")
@@ -41,27 +36,6 @@ class PageQuery:
     @property
     def stop_s(self) -> int:
         return min(self.end_s, self.start_s + self.count * self.width_s)
-
-
-def page_query(request: Request, *, groups: Sequence[str], default: str = "1d", most: int | None = None) -> PageQuery:
-    asked = request.query_params
-    width = asked.get("bucket_width", default)
-    if width not in WIDTHS:
-        raise InvalidRequest(f"bucket_width={width[:20]}: give {', '.join(WIDTHS)}", param="bucket_width")
-    width_s, count, largest = WIDTHS[width]
-    start = _whole(asked.get("start_time"), "start_time")
-    begin_s = _whole(asked.get("page", str(start)), "page")
-    end_s = _whole(asked.get("end_time", str((int(time.time()) // width_s + 1) * width_s)), "end_time")
-    limit = _whole(asked.get("limit", str(count)), "limit")
-    if not 1 <= limit <= (most or largest):
-        raise InvalidRequest(f"limit={limit}: give 1 to {most or largest} for buckets of {width}", param="limit")
-    named = [*asked.getlist("group_by"), *asked.getlist("group_by[]")]
-    if unknown := [name for name in named if name not in groups]:
-        raise InvalidRequest(f"group_by={unknown[0][:40]}: give some of {', '.join(groups)}", param="group_by")
-    start_s = begin_s // width_s * width_s
-    return PageQuery(
-        start_s=start_s, end_s=max(start_s, end_s), width_s=width_s, count=limit, by=tuple(dict.fromkeys(named))
-    )
 
 
 def usage_page(database: Database, asked: PageQuery) -> dict[str, Any]:
@@ -144,10 +118,3 @@ def _charge(row: UsageSum, by: Sequence[str]) -> dict[str, Any]:
 def _names(row: UsageSum, by: Sequence[str], shown: Sequence[str]) -> dict[str, str | None]:
     """Ungrouped names are null, as OpenAI has it."""
     return {name: row.group[GROUPS[name]] if name in by and name in GROUPS else None for name in shown}
-
-
-def _whole(given: str | None, name: str) -> int:
-    if given is None or not given.isdecimal() or len(given) > 12 or int(given) > LATEST_S:
-        shown = "is missing" if given is None else f"is {given[:40]!r}"
-        raise InvalidRequest(f"{name} {shown}: give a whole number, for a time seconds since 1970", param=name)
-    return int(given)
