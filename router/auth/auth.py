@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from protos.errors import Forbidden, Misconfigured, RateLimited, Unauthenticated
 from protos.event_loop import loop_time
 from protos.hints import counted
 from router.auth.budgets import TenantBudgets
-from router.auth.tenant_limits import LocalLimits, NoLimits, TenantLimits
+from router.auth.tenant_limits import LocalLimits, TenantLimits
 from router.auth.tenants import NOBODY, Roster, Tenant, hash_of, read_roster
 
 if TYPE_CHECKING:
@@ -105,12 +104,6 @@ class AccessControl:
         """The tenant in the present file; None if it is not there any more."""
         self._look()
         return replace(NOBODY, name=name) if self.roster.is_open else self.roster.tenants.get(name)
-
-    def without_limits(self) -> AccessControl:
-        """The tenants without rate limits, for requests of batches."""
-        access = copy.copy(self)
-        access._limits, access._changed = NoLimits(), lambda roster: None
-        return access
 
     def check_admin(self, authorization: str | None) -> None:
         """Raises Unauthenticated without a key, Forbidden with one that is no administrator's."""

@@ -96,24 +96,6 @@ class LocalLimits:
             yield "tokens", num_tokens, tenant.tokens_per_min, self._tokens
 
 
-class NoLimits:
-    """`TenantLimits` that admit everything."""
-
-    trouble = ""
-
-    async def enter(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
-        pass
-
-    def spend(self, tenant: Tenant, num_tokens: int, now: float) -> None:
-        pass
-
-    def leave(self, tenant: Tenant, request_id: str) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
-
-
 def too_many(tenant: Tenant) -> RateLimited:
     return RateLimited(
         f"Tenant {tenant.name or 'anonymous'} has {tenant.max_concurrent} requests running, as many as it may: "

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter
@@ -290,7 +291,7 @@ class _OwnedBatch:
         if (tenant := self._gateway.access.tenant(self._batch.tenant)) is None:
             self._stop("cancelled")
         elif not self.is_stopped:
-            await self._run_lines(tenant)
+            await self._run_lines(replace(tenant, requests_per_min=None, tokens_per_min=None, max_concurrent=None))
         await self._finish()
 
     @property

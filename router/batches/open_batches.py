@@ -36,7 +36,6 @@ def open_runner(
     own = replace(
         gateway,
         generate=generate,
-        access=gateway.access.without_limits(),
         metrics=RequestMetrics(model=gateway.card.name),
         routing=Routing(records=records),
         observers=(gateway.access.metrics,),

@@ -85,21 +85,12 @@ SHARED = "/v1/models"
 """Several APIs have paths that begin so: a request is for the API whose `mark` it carries."""
 
 
-class Apis:
-    """Finds the API of a request."""
-
-    def __init__(self, apis: Sequence[Api]) -> None:
-        self._apis = tuple(apis)
-        self._paths = tuple(path for api in apis for path in api.paths)
-
-    def of(self, scope: Scope) -> Api:
-        path: str = scope["path"]
-        if path.startswith(self._paths):
-            return next(api for api in self._apis if path.startswith(api.paths))
-        if path.startswith(SHARED):
-            names = {name for name, _ in scope["headers"]}
-            return next((api for api in self._apis if api.mark in names), OPENAI)
-        return OPENAI
+def find_api(apis: Sequence[Api], scope: Scope) -> Api:
+    path: str = scope["path"]
+    if path.startswith(SHARED):
+        names = {name for name, _ in scope["headers"]}
+        return next((api for api in apis if api.mark in names), OPENAI)
+    return next((api for api in apis if path.startswith(api.paths)), OPENAI)
 
 
 def api_of(scope: Scope) -> Api:

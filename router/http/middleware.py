@@ -26,7 +26,7 @@ from protos.event_loop import loop_time
 from router.auth.auth import AccessControl
 from router.auth.tenants import Tenant
 from router.http.access_log import CLIENT_LEFT, MAX_PATH, is_logged, log_access
-from router.http.api import Api, Apis, api_of, error_response, internal_error
+from router.http.api import Api, api_of, error_response, find_api, internal_error
 from router.http.protocol import channel_of
 from router.request_metrics import Arrival, Track, arrival
 
@@ -106,7 +106,7 @@ class RequestId:
 
     def __init__(self, app: ASGIApp, *, apis: Sequence[Api] = ()) -> None:
         self._app = app
-        self._apis = Apis(apis)
+        self._apis = tuple(apis)
         self._names = random_names()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,7 +115,7 @@ class RequestId:
             return
         name = request_name(header_of(scope, _REQUEST_ID) or header_of(scope, b"x-request-id"), self._names)
         state = scope.setdefault("state", {})
-        api = state["api"] = self._apis.of(scope)
+        api = state["api"] = find_api(self._apis, scope)
         state["request_id"] = name
         begun_s, status = loop_time(), 0
         arrival.set(Arrival(begun_s, header_of(scope, b"traceparent")))

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.errors import UnsupportedParameter
-from router.faces.conversation.rendering import Renderer, send
+from router.faces.conversation.rendering import send
 from router.faces.conversation.speculating import with_speculation
 from router.faces.conversation.turn import ConversationTurn, Thinking, knows_effort, thinking_options
-from router.faces.openai.logprob_shapes import (
-    DONE,
+from router.faces.openai.openai_bodies import ChatBody
+from router.faces.openai.reply import (
+    ReplyRenderer,
     chat_logprobs,
-    progress_body,
     prompt_logprobs,
     reasoning_fields,
     reply_head,
     usage_body,
 )
-from router.faces.openai.openai_bodies import ChatBody
 from router.faces.openai.tool_calls import Calls, calls_of, chat_tooling, message_of
 from router.gateway import Gateway
-from router.http.api import event
 from router.http.sse import EventStream
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import TextDelta, Usage
@@ -59,23 +56,15 @@ def _options(gateway: Gateway, body: ChatBody) -> Mapping[str, Any] | None:
     return thinking_options(gateway, Thinking(effort=body.reasoning_effort), body.chat_template_kwargs)
 
 
-class _ChatRenderer(Renderer):
-    """Writes a role for each choice, its text and its finish; then the usage of all, if requested."""
+class _ChatRenderer(ReplyRenderer):
+    """Writes a role for each choice, its text and its finish."""
+
+    kind = "chat.completion.chunk"
 
     def __init__(self, gateway: Gateway, body: ChatBody, ask: TextRequest, calls: Calls | None) -> None:
-        is_more = body.logprobs or body.return_token_ids or body.continuous_usage or calls
-        super().__init__(gateway, ask, is_plain=not is_more)
+        super().__init__(gateway, body, ask, is_plain=not (body.logprobs or calls))
         self._body = body
         self._calls = calls
-        self._opened: set[int] = set()
-
-    @cached_property
-    def _head(self) -> dict[str, Any]:
-        head = reply_head(self.gateway, self.ask.request_id, "chat.completion.chunk")
-        return head | {"usage": None} if self._body.include_usage else head
-
-    def frame(self, one: dict[str, Any]) -> bytes:
-        return event(self._head | one)
 
     def placed(self, index: int, text: str) -> dict[str, Any]:
         return _chunk(index, {"content": text})
@@ -83,19 +72,12 @@ class _ChatRenderer(Renderer):
     def thought(self, index: int, text: str) -> dict[str, Any]:
         return _chunk(index, reasoning_fields(text))
 
-    def end(self, usage: Usage) -> bytes:
-        return (self.frame({"choices": [], "usage": usage_body(usage)}) if self._body.include_usage else b"") + DONE
-
     def read(self, piece: TextDelta, usage: Callable[[], Usage]) -> list[dict[str, Any]]:
-        if self._body.continuous_usage:
-            self._head["usage"] = usage_body(usage())
-        chunks = []
-        if piece.num_prompt_computed:
-            chunks.append(progress_body(self.ask, piece))
-            if not piece.num_tokens and piece.finish_reason is None:
-                return chunks
-        if piece.index not in self._opened:
-            self._opened.add(piece.index)
+        chunks = self.progress(piece, usage)
+        if chunks and not piece.num_tokens and piece.finish_reason is None:
+            return chunks
+        if piece.index not in self.opened:
+            self.opened.add(piece.index)
             opening = _chunk(piece.index, {"role": "assistant", "content": "", "refusal": None})
             if self._body.return_token_ids:
                 opening["prompt_token_ids"] = self.ask.prompts[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain, repeat
 from typing import Any
 
@@ -13,20 +12,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protos.values import Logprobs
-from router.faces.conversation.rendering import Renderer, send
+from router.faces.conversation.rendering import send
 from router.faces.conversation.speculating import with_speculation
 from router.faces.conversation.turn import text_request
-from router.faces.openai.logprob_shapes import (
-    DONE,
+from router.faces.openai.openai_bodies import CompletionBody
+from router.faces.openai.reply import (
     CompletionLogprobs,
-    progress_body,
+    ReplyRenderer,
     prompt_logprobs,
     reply_head,
     usage_body,
 )
-from router.faces.openai.openai_bodies import CompletionBody
 from router.gateway import Gateway
-from router.http.api import event
 from router.http.sse import EventStream
 from router.text.detokenizer import Detokenizer
 from router.text.sampling_request import TextRequest
@@ -76,33 +73,23 @@ async def prompts_of(
     return prompts or [CompletionPrompt(ids=tuple(one)) for one in given if isinstance(one, list)]
 
 
-class _CompletionRenderer(Renderer):
-    """Writes the texts of one request's prompts, the finish with the last one; then the usage of all, if requested."""
+class _CompletionRenderer(ReplyRenderer):
+    """Writes the texts of one request's prompts, the finish with the last one."""
+
+    kind = "text_completion"
 
     def __init__(
         self, gateway: Gateway, body: CompletionBody, ask: TextRequest, prompts: Sequence[CompletionPrompt]
     ) -> None:
         self._num_returned = body.n or 1  # for each choice of a prompt
-        is_more = body.logprobs is not None or body.return_token_ids or body.continuous_usage
-        super().__init__(gateway, ask, is_plain=not is_more and ask.n == self._num_returned)
+        is_plain = body.logprobs is None and ask.n == self._num_returned
+        super().__init__(gateway, body, ask, is_plain=is_plain)
         self._body = body
         self._prompts = prompts
-        self._opened: set[int] = set()
         self._waiting: dict[int, list[Logprobs]] = {}
-
-    @cached_property
-    def _head(self) -> dict[str, Any]:
-        head = reply_head(self.gateway, self.ask.request_id, "text_completion")
-        return head | {"usage": None} if self._body.include_usage else head
-
-    def frame(self, one: dict[str, Any]) -> bytes:
-        return event(self._head | one)
 
     def placed(self, index: int, text: str) -> dict[str, Any]:
         return {"choices": [self._choice(TextDelta(index=index, text=text), opening=False)]}
-
-    def end(self, usage: Usage) -> bytes:
-        return (self.frame({"choices": [], "usage": usage_body(usage)}) if self._body.include_usage else b"") + DONE
 
     def whole(self, choices: Sequence[TextDelta], usage: Usage) -> dict[str, Any]:
         if self.ask.n > self._num_returned:
@@ -111,9 +98,7 @@ class _CompletionRenderer(Renderer):
         return reply | {"choices": [self._choice(one, opening=True) for one in choices], "usage": usage_body(usage)}
 
     def read(self, piece: TextDelta, usage: Callable[[], Usage]) -> list[dict[str, Any]]:
-        if self._body.continuous_usage:
-            self._head["usage"] = usage_body(usage())
-        chunks = [progress_body(self.ask, piece)] if piece.num_prompt_computed else []
+        chunks = self.progress(piece, usage)
         if (choice := self._streamed(piece)) is not None:
             chunks.append({"choices": [choice]})
         return chunks
@@ -121,13 +106,13 @@ class _CompletionRenderer(Renderer):
     def _streamed(self, piece: TextDelta) -> dict[str, Any] | None:
         """A choice's next chunk, if it has content. The first chunk waits for the prompt's logprobs, which are complete
         with the first token."""
-        opening = piece.index not in self._opened
+        opening = piece.index not in self.opened
         if opening:
             waiting = self._waiting.setdefault(piece.index, [])
             waiting.extend(piece.prompt_logprobs)
             if not piece.num_tokens and piece.finish_reason is None:
                 return None
-            self._opened.add(piece.index)
+            self.opened.add(piece.index)
             piece = replace(piece, prompt_logprobs=tuple(self._waiting.pop(piece.index)))
         speaks = piece.text or piece.finish_reason is not None or (opening and self._body.echo)
         if speaks or (piece.token_ids and (piece.logprobs or self._body.return_token_ids)):

@@ -208,25 +208,13 @@ class SamplingBody(Body):
         default=None, description='an object such as {"type": "content", "content": "..."}'
     )
 
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    @property
-    def include_prefill_progress(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_prefill_progress)
-
     def sampling(self) -> dict[str, Any]:
         """The fields of `SamplingRequest` with the same names in both APIs. A field that is absent or null has its
         default."""
         given = {name: value for name in _ASKED if (value := getattr(self, name)) is not None}
         stop = () if self.stop is None else self.stop
         return given | {
-            "tells_progress": self.include_prefill_progress,
+            "tells_progress": bool(self.stream_options and self.stream_options.include_prefill_progress),
             "stop": (stop,) if isinstance(stop, str) else tuple(stop),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "logit_bias": _token_biases(self.logit_bias or {}),

@@ -1,18 +1,20 @@
-"""Log-probabilities in the three shapes clients know: chat's, completions' and vLLM's for prompts."""
+"""Replies of chats and completions: their head, usage and progress, and log-probabilities in three
+shapes: those of chats, completions, and vLLM's prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from protos.values import Logprobs, TokenLogprob
+from router.faces.conversation.rendering import Renderer
+from router.faces.openai.openai_bodies import ChatBody, CompletionBody, StreamOptions
 from router.gateway import Gateway
+from router.http.api import event
 from router.text.sampling_request import TextRequest
 from router.text.text_stream import TextDelta, Usage
 from router.text.tokenizer import Tokenizer
-
-DONE = b"data: [DONE]\n\n"
-"""The end of a stream that has not failed."""
 
 
 def reply_head(gateway: Gateway, request_id: str, kind: str) -> dict[str, Any]:
@@ -26,15 +28,42 @@ def reply_head(gateway: Gateway, request_id: str, kind: str) -> dict[str, Any]:
     }
 
 
-def progress_body(ask: TextRequest, piece: TextDelta) -> dict[str, Any]:
-    """The progress of a prompt, in a chunk without choices like that of the usage."""
-    progress = {
-        "index": piece.index,
-        "computed_tokens": piece.num_prompt_computed,
-        "cached_tokens": piece.num_cached_tokens,
-        "total_tokens": len(ask.jobs[piece.index].prompt_ids),
-    }
-    return {"choices": [], "prefill_progress": progress}
+class ReplyRenderer(Renderer):
+    """Streams chunks of one head, then the usage of all choices, if requested."""
+
+    kind = ""  # OpenAI's name of a chunk
+
+    def __init__(self, gateway: Gateway, body: ChatBody | CompletionBody, ask: TextRequest, *, is_plain: bool) -> None:
+        self.opened: set[int] = set()
+        self._options = body.stream_options or StreamOptions()
+        is_more = body.return_token_ids or self._options.continuous_usage_stats
+        super().__init__(gateway, ask, is_plain=is_plain and not is_more)
+
+    @cached_property
+    def _head(self) -> dict[str, Any]:
+        head = reply_head(self.gateway, self.ask.request_id, self.kind)
+        return head | {"usage": None} if self._options.include_usage else head
+
+    def frame(self, one: dict[str, Any]) -> bytes:
+        return event(self._head | one)
+
+    def end(self, usage: Usage) -> bytes:
+        last = {"choices": [], "usage": usage_body(usage)}
+        return (self.frame(last) if self._options.include_usage else b"") + b"data: [DONE]\n\n"
+
+    def progress(self, piece: TextDelta, usage: Callable[[], Usage]) -> list[dict[str, Any]]:
+        """The progress of a prompt, in a chunk without choices like that of the usage."""
+        if self._options.continuous_usage_stats:
+            self._head["usage"] = usage_body(usage())
+        if not piece.num_prompt_computed:
+            return []
+        progress = {
+            "index": piece.index,
+            "computed_tokens": piece.num_prompt_computed,
+            "cached_tokens": piece.num_cached_tokens,
+            "total_tokens": len(self.ask.jobs[piece.index].prompt_ids),
+        }
+        return [{"choices": [], "prefill_progress": progress}]
 
 
 def reasoning_fields(text: str) -> dict[str, str]:
