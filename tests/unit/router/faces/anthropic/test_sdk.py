@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -35,7 +36,7 @@ async def test_its_stream_gathers_the_message_that_is_sent_whole() -> None:
     async with talking(saying(CALLS, at_once=3), **TOOLED) as client:
         whole = await client.messages.create(**HELLO, tools=[WEATHER, NOW])
         async with client.messages.stream(**HELLO, tools=[WEATHER, NOW]) as stream:
-            kinds = {event.type async for event in stream}
+            kinds = Counter([event.type async for event in stream])
             joined = await stream.get_final_message()
         counted = await client.messages.count_tokens(model="tiny", messages=HELLO["messages"], tools=[WEATHER, NOW])
     for message in (whole, joined):
@@ -45,8 +46,12 @@ async def test_its_stream_gathers_the_message_that_is_sent_whole() -> None:
         )  # fmt: skip
         assert message.stop_reason == "tool_use"
         assert message.usage.input_tokens + message.usage.cache_read_input_tokens == counted.input_tokens
+        assert (message.type, message.role, message.usage.cache_creation_input_tokens) == ("message", "assistant", 0)
+        assert weather.id != now.id
+        assert weather.id.startswith("toolu_")
     assert whole.usage.output_tokens == joined.usage.output_tokens
-    assert {"text", "input_json", "content_block_stop", "message_stop"} <= kinds
+    assert {"text", "input_json", "content_block_stop", "message_stop"} <= kinds.keys()
+    assert kinds["input_json"] > 3, "arguments come in pieces"
 
 
 async def test_it_lists_models_with_its_key(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from router.auth.auth import AccessControl
 from router.auth.tenants import hash_of
 from router.faces.conversation.parts import IGNORED, Ignored
 from router.text.chat_template import ChatTemplate
-from tests.unit.router.faces.anthropic.test_messages import TOOLED, asking
+from tests.unit.router.faces.anthropic.test_messages import BRIEF, SCHEMA, TOOLED, WEATHER, asking
 from tests.unit.router.scripted import byte_level
 from tests.unit.router.sdk_types import read_as
 
@@ -59,14 +59,74 @@ async def test_in_an_alias_only_an_asterisk_is_any_text(name: str, alias: str, s
         assert (await http.get(f"/v1/models/{name}")).status_code == (200 if served else 404)
 
 
+CACHED = {"cache_control": {"type": "ephemeral"}}
+FUNCTION = {"name": "weather", "description": "It knows.", "parameters": SCHEMA}
+CALLED = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+CONVERSED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "max_tokens": 3, "seed": 5, "tools": [{"type": "function", "function": FUNCTION}],
+        "messages": [
+            {"role": "system", "content": BRIEF},
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "Hm."}], "reasoning_content": "A city.",
+             "tool_calls": [{"id": "000000001", "type": "function", "function": CALLED}]},
+            {"role": "tool", "tool_call_id": "000000001", "content": [{"type": "text", "text": "7"}]},
+            {"role": "user", "content": "And?"},
+        ],
+    },
+    "/v1/messages": {
+        "max_tokens": 3, "seed": 5, "tools": [WEATHER | CACHED], "system": [BRIEF[0], BRIEF[1] | CACHED],
+        "messages": [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "A city.", "signature": "x"}, {"type": "text", "text": "Hm."},
+                {"type": "tool_use", "id": "000000001", "name": "weather", "input": {"city": "Oslo"}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "000000001", "content": [{"type": "text", "text": "7"}]},
+                {"type": "text", "text": "And?"} | CACHED]},
+        ],
+    },
+    "/v1/responses": {
+        "max_output_tokens": 3, "seed": 5, "tools": [{"type": "function", **FUNCTION}],
+        "input": [
+            {"role": "system", "content": [{"type": "input_text", "text": text["text"]} for text in BRIEF]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+            {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "A city."}]},
+            {"type": "message", "id": "m", "role": "assistant", "status": "completed",
+             "content": [{"type": "output_text", "text": "Hm.", "annotations": []}]},
+            {"type": "function_call", "id": "f", "call_id": "000000001", **CALLED},
+            {"type": "web_search_call", "id": "w", "status": "completed"},
+            {"type": "function_call_output", "call_id": "000000001", "output": "7"},
+            {"role": "user", "content": "And?"},
+        ],
+    },
+    "/api/chat": {
+        "options": {"num_predict": 3, "seed": 5, "num_ctx": 8192}, "keep_alive": "5m", "stream": False,
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "messages": [
+            {"role": "system", "content": "Be brief.\nBe kind."},
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "Hm.", "thinking": "A city.",
+             "tool_calls": [{"function": CALLED | {"arguments": {"city": "Oslo"}}}]},
+            {"role": "tool", "content": "7", "tool_name": "weather"},
+            {"role": "user", "content": "And?"},
+        ],
+    },
+}  # fmt: skip
+
+
 async def test_one_conversation_is_the_same_through_every_api(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text(f'admin_keys = ["{hash_of("sk-admin")}"]\n[tenants.acme]\nkeys = ["{hash_of("sk-acme")}"]\n')
     headers = {"authorization": "Bearer sk-acme", "x-baton-max-ttft-ms": "5000"}
-    async with asking(access=AccessControl(path)) as (http, generate):
-        refused = [(await http.post(face, json={"model": "tiny"} | body)).status_code for face, body in FACES.items()]
-        answers = [
-            await http.post(face, json={"model": "tiny"} | body, headers=headers) for face, body in FACES.items()
+    bodies = {face: {"model": "tiny"} | body for face, body in CONVERSED.items()}
+    async with asking(access=AccessControl(path), **TOOLED) as (http, generate):
+        refused = [(await http.post(face, json=body)).status_code for face, body in bodies.items()]
+        answers = [await http.post(face, json=body, headers=headers) for face, body in bodies.items()]
+        num_jobs = len(generate.jobs)
+        read = [
+            (await http.post(f"/v1/{face}", json=bodies[f"/v1/{face.partition('/')[0]}"], headers=headers)).json()
+            for face in ("messages/count_tokens", "responses/input_tokens")
         ]
         metrics = (await http.get("/metrics")).text
     assert refused == [401] * len(FACES)
@@ -74,7 +134,18 @@ async def test_one_conversation_is_the_same_through_every_api(tmp_path: Path) ->
     assert len({job.prompt_ids for job in generate.jobs}) == 1
     assert len({job.sampling for job in generate.jobs}) == 1
     assert {(job.tenant, job.max_ttft_s) for job in generate.jobs} == {("acme", 5.0)}
-    assert len({counted(face, answer.json()) for face, answer in zip(FACES, answers, strict=True)}) == 1
+    chat, messages, responses, ollama = answers
+    usage = chat.json()["usage"]
+    assert {counted(face, answer.json()) for face, answer in zip(FACES, answers, strict=True)} == {
+        (usage["prompt_tokens"], 3)
+    }
+    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert messages.json()["usage"]["cache_read_input_tokens"] == num_cached > 0
+    assert responses.json()["usage"]["input_tokens_details"]["cached_tokens"] == num_cached
+    assert [one["input_tokens"] for one in read] == [usage["prompt_tokens"]] * 2
+    assert len(generate.jobs) == num_jobs, "counting runs nothing"
+    assert responses.headers[IGNORED] == "input[5]: web_search_call"
+    assert (ollama.headers[IGNORED], ollama.json()["done_reason"]) == ("options.num_ctx, keep_alive", "length")
     for endpoint in ("chat.completions", "messages", "responses", "ollama.chat"):
         assert f'baton_requests_total{{endpoint="{endpoint}",model="",outcome="ok"}} 1.0' in metrics
 

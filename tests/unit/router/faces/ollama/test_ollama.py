@@ -56,37 +56,6 @@ async def test_calls_are_sent_when_they_are_complete() -> None:
     assert "".join(line["message"]["content"] for line in lines) == whole["message"]["content"] == "Let me look."
 
 
-async def test_the_same_conversation_has_the_same_tokens_as_a_chat() -> None:
-    called = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
-    theirs = {
-        "model": "tiny", "tools": [WEATHER], "options": {"num_predict": 3, "temperature": 0, "num_ctx": 8192},
-        "keep_alive": "5m",
-        "messages": [
-            {"role": "system", "content": "Be brief."}, *HELLO["messages"],
-            {"role": "assistant", "content": "", "tool_calls": [called]},
-            {"role": "tool", "content": "7", "tool_name": "weather"},
-        ],
-    }  # fmt: skip
-    call = {"id": "000000001", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-    ours = {
-        "model": "tiny", "tools": [WEATHER], "max_tokens": 3, "temperature": 0,
-        "messages": [
-            {"role": "system", "content": "Be brief."}, *HELLO["messages"], {"role": "assistant", "tool_calls": [call]},
-            {"role": "tool", "content": "7", "name": "weather", "tool_call_id": "000000001"},
-        ],
-    }  # fmt: skip
-    async with asking(**TOOLED) as (http, generate):
-        usage = (await http.post("/v1/chat/completions", json=ours)).json()["usage"]
-        answer = await http.post("/api/chat", json=theirs | {"stream": False})
-    first, other = generate.jobs
-    assert first.prompt_ids == other.prompt_ids
-    assert other.sampling.temperature == 0
-    assert answer.json()["prompt_eval_count"] == usage["prompt_tokens"]
-    assert answer.json()["eval_count"] == usage["completion_tokens"] == 3
-    assert answer.json()["done_reason"] == "length"
-    assert answer.headers["x-baton-ignored"] == "options.num_ctx, keep_alive"
-
-
 async def test_a_raw_prompt_has_no_template_and_format_binds_it() -> None:
     async with asking() as (http, generate):
         await http.post("/api/generate", json={"model": "tiny", "prompt": "hello", "raw": True})

@@ -286,11 +286,6 @@ def test_missing_parameters_are_named(name: str) -> None:
         parse_body({key: value for key, value in CHAT.items() if key != name}, ChatBody)
 
 
-@pytest.mark.parametrize("prompt", ["", "hi", ["a", "b"], [1, 2], [[1], [2, 3]]])
-def test_prompts_come_in_four_shapes(prompt: Any) -> None:
-    assert parse_body(COMPLETION | {"prompt": prompt}, CompletionBody).prompt == prompt
-
-
 @pytest.mark.parametrize("prompt", [5, {}, None, [1, "a"], [[1], "a"], [1.5], [None]])
 def test_other_prompts_are_refused(prompt: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"'prompt' is .* must be a string, a list of strings") as refused:

@@ -11,10 +11,9 @@ import orjson
 import pytest
 from openai.types import responses as of_sdk
 
-from protos.errors import Overloaded
 from router.text.chat_template import ChatTemplate
 from tests.unit.router.faces.anthropic.test_messages import CALLS, SCHEMA, TOOLED, asking
-from tests.unit.router.scripted import byte_level, saying, talking, token_deltas
+from tests.unit.router.scripted import byte_level, saying, talking
 
 HELLO: dict[str, Any] = {"model": "tiny", "input": "hello"}
 WEATHER: dict[str, Any] = {
@@ -59,16 +58,6 @@ async def test_an_answer_streamed_or_whole_is_the_same() -> None:
     ]  # fmt: skip
 
 
-async def test_an_input_is_counted_as_it_would_be_read() -> None:
-    asked: Any = HELLO | {"instructions": "Be brief.", "tools": [WEATHER]}
-    async with talking(**TOOLED) as (client, generate):
-        counted = await client.responses.input_tokens.count(**asked)
-        assert not generate.jobs
-        answer = await client.responses.create(**asked)
-    assert answer.usage is not None
-    assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
-
-
 async def test_events_are_complete_and_numbered() -> None:
     kinds: dict[str, Any] = {
         "response.created": of_sdk.ResponseCreatedEvent,
@@ -100,40 +89,6 @@ async def test_events_are_complete_and_numbered() -> None:
     of_weather = [event["delta"] for event in events if event.get("item_id") == done[1]["id"] and "delta" in event]
     assert "".join(of_weather) == done[1]["arguments"]
     assert len(of_weather) > 3
-
-
-async def test_the_same_conversation_has_the_same_tokens_as_a_chat() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-    shown = {"name": "weather", "description": "It knows.", "parameters": SCHEMA}
-    chat = {
-        "model": "tiny", "max_tokens": 9, "tools": [{"type": "function", "function": shown}],
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "Hm."}], "reasoning_content": "A city.",
-             "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "c1", "content": "7"},
-        ],
-    }  # fmt: skip
-    items = [
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
-        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "A city."}]},
-        {"type": "message", "id": "m", "role": "assistant", "status": "completed",
-         "content": [{"type": "output_text", "text": "Hm.", "annotations": []}]},
-        {"type": "function_call", "id": "f", "call_id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'},
-        {"type": "web_search_call", "id": "w", "status": "completed"},
-        {"type": "function_call_output", "call_id": "c1", "output": "7"},
-    ]  # fmt: skip
-    asked = {"model": "tiny", "instructions": "Be brief.", "input": items, "max_output_tokens": 9, "tools": [WEATHER]}
-    async with asking(**TOOLED) as (http, generate):
-        ours = (await http.post("/v1/chat/completions", json=chat)).json()["usage"]
-        theirs = await http.post("/v1/responses", json=asked)
-    first, other = generate.jobs
-    assert first.prompt_ids == other.prompt_ids
-    assert theirs.headers["x-baton-ignored"] == "input[4]: web_search_call"
-    usage = theirs.json()["usage"]
-    assert (usage["input_tokens"], usage["output_tokens"]) == (ours["prompt_tokens"], ours["completion_tokens"])
-    assert usage["input_tokens_details"]["cached_tokens"] == ours["prompt_tokens_details"]["cached_tokens"]
 
 
 async def test_reasoning_between_a_message_and_its_call_is_read() -> None:
@@ -187,20 +142,6 @@ async def test_a_cut_answer_is_incomplete() -> None:
     for response in (whole, events[-1]["response"]):
         assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
         assert response["output"][0]["status"] == "incomplete"
-
-
-async def test_a_stream_that_fails_ends_with_a_failed_response() -> None:
-    """Codex waits for as long as the message says."""
-
-    def script(job: Any) -> list[Any]:
-        return [*token_deltas([5, 6, 7], job)[:2], Overloaded("too busy", retry_after_s=2)]
-
-    async with asking(script) as (http, _):
-        events = events_of(await http.post("/v1/responses", json=HELLO | {"stream": True}))
-    assert events[-1]["type"] == "response.failed"
-    assert events[-1]["response"]["error"] == {
-        "code": "rate_limit_exceeded", "message": "too busy. Please try again in 2s.", "retry_after": 2,
-    }  # fmt: skip
 
 
 async def test_structured_output_and_tool_choice_bind_the_answer() -> None:
