@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
@@ -141,15 +141,11 @@ def batch_body(batch: StoredBatch) -> dict[str, Any]:
         "error_file_id": batch.error_file_id,
         "created_at": int(batch.created_s),
         "expires_at": int(batch.expires_s),
-        **{f"{state}_at": _second(batch.times, state) for state in _TIMES},
+        **{f"{state}_at": int(batch.times[state]) if state in batch.times else None for state in _TIMES},
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
         "usage": _usage(batch) if has_run else None,
         "metadata": batch.metadata,
     }
-
-
-def _second(times: Mapping[str, float], state: str) -> int | None:
-    return int(times[state]) if state in times else None
 
 
 def _usage(batch: StoredBatch) -> dict[str, Any]:

@@ -119,7 +119,9 @@ def tooling_of(gateway: Gateway, use: ToolUse | None, schema: AnswerSchema | Non
     elif use.choice != "required" and not any(one.strict for one in functions):
         if named is None and parallel:
             return Tooling(shown=use.shown, functions=use.functions, form=form, is_named=use.is_named)
-        functions = [_loose(one) for one in functions]  # arguments are free; only the call's function is bound
+        functions = [
+            Function(name=one.name, parameters={"type": "object"}) for one in functions
+        ]  # arguments are free; only the call's function is bound
     if not has_grammar(form):
         raise InvalidRequest(
             f"Calls in the format {form} cannot be bound: leave 'tool_choice', 'parallel_tool_calls', 'strict' and "
@@ -154,10 +156,6 @@ def check_callable(functions: Sequence[Function], given: Sequence[object] | None
     raise InvalidRequest(
         f"'tool_choice' is {choice} {problem}: give a function, or choose auto or none", param="tool_choice"
     )
-
-
-def _loose(function: Function) -> Function:
-    return Function(name=function.name, parameters={"type": "object"})
 
 
 def _form(gateway: Gateway) -> ToolFormat:

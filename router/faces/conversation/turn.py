@@ -35,19 +35,10 @@ class Thinking(Value, frozen=True, kw_only=True):
     effort: str | None = None
 
 
-def knows_switch(gateway: Gateway) -> bool:
-    """Can a request turn the model's reasoning on and off?"""
-    return _has_any(gateway, _SWITCHES)
-
-
 def knows_effort(gateway: Gateway) -> bool:
     """Does the chat template know how much a model is to reason?"""
-    return _has_any(gateway, (*_SWITCHES, _EFFORT))
-
-
-def _has_any(gateway: Gateway, names: Sequence[str]) -> bool:
     template = gateway.texts.template
-    return template is not None and not template.variables.isdisjoint(names)
+    return template is not None and not template.variables.isdisjoint((*_SWITCHES, _EFFORT))
 
 
 def thinking_options(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,11 +63,16 @@ class EmbeddingBody(Body):
 async def embeddings(gateway: Gateway, request: Request, body: EmbeddingBody) -> Response:
     sampling = body.asked(gateway.texts.config.pooling)
     vectors, usage = await vectors_of(gateway, request, body.input, sampling, dimensions=body.dimensions)
+    is_base64 = body.encoding_format == "base64"
     return json_response(
         {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": base64.b64encode(vector.tobytes()).decode() if is_base64 else vector.tolist(),
+                }
                 for index, vector in enumerate(vectors)
             ],
             "model": gateway.card.name,
@@ -107,7 +112,3 @@ def _check_dimensions(dimensions: int | None, size: int) -> None:
     """Raises InvalidRequest."""
     if dimensions is not None and dimensions > size:
         raise InvalidRequest(f"'dimensions' is {dimensions}: the model's vectors have {size}", param="dimensions")
-
-
-def _encoded(vector: Vector, encoding: str | None) -> Any:
-    return base64.b64encode(vector.tobytes()).decode() if encoding == "base64" else vector.tolist()
