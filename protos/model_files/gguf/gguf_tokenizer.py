@@ -135,7 +135,8 @@ def _split(fields: Fields) -> Split:
         log.warning("%s.pre is missing: the model's text may be split wrongly; convert it again", fields.where)
         pre = "default"
     if pre not in SPLITS:
-        raise fields.unserved("pre", f"known are {listed(list(SPLITS), len(SPLITS))}")
+        known = f"known are {listed(list(SPLITS), len(SPLITS))}"
+        raise fields.unserved("pre", known, fix="Give --model the Hugging Face checkpoint")
     return SPLITS[pre]
 
 

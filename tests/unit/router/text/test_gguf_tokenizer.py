@@ -276,14 +276,14 @@ def test_an_embedded_original_tokenizer_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"model": "bert"}, UnsupportedModel, "model is 'bert': gpt2"),
-        ({"pre": "jais-9"}, UnsupportedModel, r"pre is 'jais-9', which is not known: known are llama-bpe.*Hugg"),
-        ({"tokens": 5}, BadCheckpoint, "tokens is 5: it must be an array of string values"),
-        ({"tokens": [1, 2]}, BadCheckpoint, "tokens is an array of 2 int32 values: it must be an array of string"),
-        ({"token_type": [1, 1]}, BadCheckpoint, "token_type is an array of 2 int32 values.*one for each of 720 tokens"),
+        ({"model": "bert"}, UnsupportedModel, "model is 'bert', which is not served: gpt2"),
+        ({"pre": "jais-9"}, UnsupportedModel, r"pre is 'jais-9', which is not served: known are llama-bpe.*Hugg"),
+        ({"tokens": 5}, BadCheckpoint, "'tokens' is 5: it must be an array of string values"),
+        ({"tokens": [1, 2]}, BadCheckpoint, "'tokens' is an array of 2 int32 values: it must be an array of string"),
+        ({"token_type": [1, 1]}, BadCheckpoint, "'token_type' is an array of 2 int32.*one for each of 720 tokens"),
         ({"tokens": ["a", "b", "a"]}, BadCheckpoint, "tokens has 'a' twice"),
         ({"merges": ["a b", "zz qqq"]}, BadCheckpoint, "'zz' [+] 'qqq', which are no tokens"),
-        ({"model": "llama"}, BadCheckpoint, "scores is None: it must be an array of float32"),
+        ({"model": "llama"}, BadCheckpoint, "'scores' is None: it must be an array of float32"),
     ],
 )  # fmt: skip
 def test_a_vocabulary_that_contradicts_itself_is_named(
