@@ -6,7 +6,7 @@ import csv
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ from router.observe.ledger.ledger_report import GROUPS
 
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 Row = Mapping[str, Any]
-Column = tuple[str, Callable[[Row], str]]
+Column = tuple[str, str, str]  # its title, its key in a row, its format
 
 By = Annotated[str, typer.Option(help=f"Groups, comma-separated: {', '.join(GROUPS)}.")]
 Since = Annotated[str, typer.Option(help="How far back, as 90m, 24h, 7d or 4w; or a date, as 2026-01-31 (UTC).")]
@@ -57,11 +57,8 @@ def costs(
     names = report["by"]
     rows = [*report["rows"]]
     if report["device_hour_usd"]:
-        idle = {
-            "group": dict.fromkeys(names, "") | {names[0]: "(idle)"} if names else {},
-            "cost_usd": report["idle_usd"],
-        }
-        rows.append(idle)
+        group = dict.fromkeys(names, "") | {names[0]: "(idle)"} if names else {}
+        rows.append({"group": group, "cost_usd": report["idle_usd"]})
     _print(names, _MONEY, rows, as_csv=as_csv)
     for one in report.get("budgets", ()) if not as_csv else ():
         typer.echo(_budget(one))
@@ -88,32 +85,21 @@ def _budget(budget: Row) -> str:
     return f"{budget['tenant']} has spent {usd_figure(budget['spent_usd'])} USD of {', '.join(limits)} until {until}"
 
 
-def _count(name: str) -> Callable[[Row], str]:
-    return lambda row: str(row.get(name, ""))
-
-
-def _amount(name: str) -> Callable[[Row], str]:
-    return lambda row: f"{row[name]:.6f}" if name in row else ""
-
-
-_TOKENS: Sequence[Column] = tuple(
-    (title, _count(name))
-    for title, name in (
-        ("requests", "requests"),
-        ("computed", "input_tokens"),
-        ("cached", "cached_tokens"),
-        ("output", "output_tokens"),
-        ("reasoning", "reasoning_tokens"),
-    )
+_TOKENS: Sequence[Column] = (
+    ("requests", "requests", ""),
+    ("computed", "input_tokens", ""),
+    ("cached", "cached_tokens", ""),
+    ("output", "output_tokens", ""),
+    ("reasoning", "reasoning_tokens", ""),
 )
 _MONEY: Sequence[Column] = (
-    ("requests", _count("requests")),
-    ("charged USD", _amount("charged_usd")),
-    ("cost USD", _amount("cost_usd")),
-    ("cache saved", _amount("cache_saved_usd")),
-    ("drafts saved", _amount("speculation_saved_usd")),
-    ("prefill s", lambda row: f"{row['prefill_device_s']:.1f}" if "prefill_device_s" in row else ""),
-    ("decode s", lambda row: f"{row['decode_device_s']:.1f}" if "decode_device_s" in row else ""),
+    ("requests", "requests", ""),
+    ("charged USD", "charged_usd", ".6f"),
+    ("cost USD", "cost_usd", ".6f"),
+    ("cache saved", "cache_saved_usd", ".6f"),
+    ("drafts saved", "speculation_saved_usd", ".6f"),
+    ("prefill s", "prefill_device_s", ".1f"),
+    ("decode s", "decode_device_s", ".1f"),
 )
 _SPARE = ("prefill s", "decode s", "drafts saved", "cache saved")  # left out where the terminal is too narrow
 
@@ -148,8 +134,12 @@ def time_s(option: str, given: str, now: float) -> int:
 
 
 def _print(names: Sequence[str], columns: Sequence[Column], rows: Sequence[Row], *, as_csv: bool) -> None:
-    lines = [[row["group"][name] or "-" for name in names] + [shown(row) for _, shown in columns] for row in rows]
-    titles = [*names, *(title for title, _ in columns)]
+    lines = [
+        [row["group"][name] or "-" for name in names]
+        + [format(row[key], form) if key in row else "" for _, key, form in columns]
+        for row in rows
+    ]
+    titles = [*names, *(title for title, _, _ in columns)]
     if as_csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows([titles, *lines])
         return

@@ -24,7 +24,7 @@ from protos.wire import error_info
 from router.router_config import RouterConfig
 from workers.worker_config import WorkerConfig
 
-ROUTER = RouterConfig(model_path=Path("m"), model_name="m")
+CONFIG = ClusterConfig(worker=WorkerConfig(model="m"), router=RouterConfig(model_path=Path("m"), model_name="m"))
 PLAN = WorkerPlan(
     worker_id="decode-0", role=WorkerRole.DECODE, device="cpu", num_ranks=1, cpus_per_rank=0.5, gpus_per_rank=0,
     num_threads=1,
@@ -155,7 +155,7 @@ async def test_a_worker_is_killed_even_if_its_stop_was_interrupted() -> None:
             killed.set()
 
     places = OnePlace(OneHost(Stuck([Loading(share=0.0)])))
-    launcher = RankLauncher(ClusterConfig(worker=WorkerConfig(model="m"), router=ROUTER), places, lambda living: None)
+    launcher = RankLauncher(CONFIG, places, lambda living: None)
 
     async def follow() -> None:
         async with aclosing(launcher.launch(PLAN, 1)) as events:
@@ -183,7 +183,7 @@ async def test_a_worker_is_recorded_before_and_after_its_process_starts() -> Non
             return 7
 
     places = OnePlace(Host(Rank([Loading(share=0.0)], [ENDED])))
-    launcher = RankLauncher(ClusterConfig(worker=WorkerConfig(model="m"), router=ROUTER), places, recorded.append)
+    launcher = RankLauncher(CONFIG, places, recorded.append)
     async with aclosing(launcher.launch(PLAN, 3)) as events:
         assert [event async for event in events] == [Loading(share=0.0)]
     assert started == [1]
@@ -214,8 +214,7 @@ async def test_a_rank_that_does_not_come_up_takes_the_others_with_it(fails: str)
         async def end(self, name: str, pid: int) -> None:
             ended.append((name, pid))
 
-    config = ClusterConfig(worker=WorkerConfig(model="m"), router=ROUTER)
-    launcher = RankLauncher(config, OnePlace(Host(Closing())), lambda living: None)
+    launcher = RankLauncher(CONFIG, OnePlace(Host(Closing())), lambda living: None)
     with pytest.raises(WorkerLost, match="no room"):
         async with aclosing(launcher.launch(replace(PLAN, num_ranks=2), 3)) as events:
             await anext(events)
@@ -245,8 +244,7 @@ async def test_ranks_on_two_machines_meet_over_the_network(machines: tuple[str, 
             return self._link
 
     recorded: list[LivingWorker] = []
-    config = ClusterConfig(worker=WorkerConfig(model="m"), router=ROUTER)
-    launcher = RankLauncher(config, OnePlace(*map(Host, machines)), recorded.append)
+    launcher = RankLauncher(CONFIG, OnePlace(*map(Host, machines)), recorded.append)
     async with aclosing(launcher.launch(replace(PLAN, num_ranks=2), 3)) as events:
         await anext(events)
     apart = machines[0] != machines[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,7 @@ PLAN = WorkerPlan(
     worker_id="decode-0", role=WorkerRole.DECODE, device="cuda", num_ranks=1, cpus_per_rank=1.0, gpus_per_rank=1,
     num_threads=1,
 )  # fmt: skip
-OTHER = WorkerPlan(
-    worker_id="decode-1", role=WorkerRole.DECODE, device="cuda", num_ranks=1, cpus_per_rank=1.0, gpus_per_rank=1,
-    num_threads=1,
-)  # fmt: skip
+OTHER = replace(PLAN, worker_id="decode-1")
 
 
 class Driver:

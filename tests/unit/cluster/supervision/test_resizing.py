@@ -23,7 +23,6 @@ from tests.unit.cluster.supervision.staged_supervisor import (
     grown,
     serving,
     start,
-    supervisor_of,
 )
 
 
@@ -98,23 +97,20 @@ async def test_a_worker_that_cannot_start_is_given_up_alone(stage: Stage, superv
     assert not running.done()
 
 
-async def test_the_next_supervisor_finishes_a_drain(stage: Stage) -> None:
+async def test_the_next_supervisor_finishes_a_drain(stage: Stage, supervisor: Supervisor) -> None:
     life = Life("decode-1", 7)
     info = WorkerInfo(
         worker_id="decode-1", incarnation=7, role=PLANS[1].role, model="m", address="h:5", layout=LAYOUT,
         lane=LaneAddress(worker_id="decode-1", incarnation=7, host="h", port=1), max_model_len=32, vocab_size=32,
     )  # fmt: skip
-    supervisor = supervisor_of(stage)
     running = {"decode-1": RunningWorker(has_served=True, incarnation=7, info=info, follow=life.events)}
-    task = await start(stage, supervisor, leaving=LARGER[-1:], running=running)
+    await start(stage, supervisor, leaving=LARGER[-1:], running=running)
     stage.lives["prefill-0"][0].serve("prefill-0:1")
     await stage.until("drain h:5")
     stage.drained.set()
     await stage.until("withdraw decode-1")
     assert life.closed
     assert "decode-1" not in stage.lives
-    await supervisor.stop()
-    await asyncio.wait([task])
 
 
 # -- revisions ---------------------------------------------------------------------------------------------------------
@@ -187,16 +183,14 @@ async def test_a_worker_that_dies_during_a_flip_starts_in_its_new_role(stage: St
     await flipping
 
 
-async def test_an_adopted_worker_gets_the_role_it_was_to_have(stage: Stage) -> None:
+async def test_an_adopted_worker_gets_the_role_it_was_to_have(stage: Stage, supervisor: Supervisor) -> None:
     life = Life("decode-0", 7)
-    supervisor = supervisor_of(stage)
     desired = [replace(PLANS[0], role=WorkerRole.DECODE), replace(PLANS[1], role=WorkerRole.PREFILL)]
-    task = asyncio.create_task(supervisor.run(desired, running=adopted(life, serves=True)))
+    running = asyncio.create_task(supervisor.run(desired, running=adopted(life, serves=True)))
     await stage.until("launch prefill-0")
     stage.lives["prefill-0"][0].serve("prefill-0:1")
     await stage.until("h:5 becomes prefill")
-    await supervisor.stop()
-    await asyncio.wait([task])
+    assert not running.done()
 
 
 async def test_the_last_serving_worker_waits_for_another_to_serve(stage: Stage, supervisor: Supervisor) -> None:

@@ -18,8 +18,8 @@ from tests.unit.cluster.supervision.staged_supervisor import (
     Life,
     Stage,
     adopted,
+    serving,
     start,
-    supervisor_of,
 )
 
 
@@ -39,10 +39,7 @@ async def test_all_start_at_once_and_are_announced_when_they_serve(stage: Stage,
 
 
 async def test_a_dead_worker_comes_back_as_a_new_incarnation(stage: Stage, supervisor: Supervisor) -> None:
-    running = await start(stage, supervisor)
-    for worker_id, lives in stage.lives.items():
-        lives[0].serve(f"{worker_id}:1")
-    await supervisor.ready()
+    running = await serving(stage, supervisor)
     first = stage.lives["decode-0"][0]
     first.die(WorkerLost("killed"))
     await stage.launched("decode-0", times=2)
@@ -58,10 +55,7 @@ async def test_a_dead_worker_comes_back_as_a_new_incarnation(stage: Stage, super
 
 
 async def test_gateways_see_a_successors_progress(stage: Stage, supervisor: Supervisor) -> None:
-    await start(stage, supervisor)
-    for worker_id, lives in stage.lives.items():
-        lives[0].serve(f"{worker_id}:1")
-    await supervisor.ready()
+    await serving(stage, supervisor)
     stage.starting_told.clear()
     stage.lives["decode-0"][0].die(WorkerLost("killed"))
     await stage.launched("decode-0", times=2)
@@ -72,10 +66,7 @@ async def test_gateways_see_a_successors_progress(stage: Stage, supervisor: Supe
 
 
 async def test_a_worker_that_was_drained_is_replaced_at_once(stage: Stage, supervisor: Supervisor) -> None:
-    running = await start(stage, supervisor)
-    for worker_id, lives in stage.lives.items():
-        lives[0].serve(f"{worker_id}:1")
-    await supervisor.ready()
+    running = await serving(stage, supervisor)
     stage.lives["decode-0"][0].leave()
     await stage.launched("decode-0", times=2)
     assert 1.0 not in stage.slept, "nothing has failed: there is nothing to wait for"
@@ -141,10 +132,11 @@ async def test_a_terminal_is_shown_every_step(stage: Stage, supervisor: Supervis
 
 
 @pytest.mark.parametrize("serves", [True, False], ids=["that serves", "that loads"])
-async def test_a_worker_that_runs_is_followed_and_not_launched(stage: Stage, serves: bool) -> None:
+async def test_a_worker_that_runs_is_followed_and_not_launched(
+    stage: Stage, supervisor: Supervisor, serves: bool
+) -> None:
     life = Life("decode-0", 7)
-    supervisor = supervisor_of(stage)
-    task = asyncio.create_task(supervisor.run(PLANS, running=adopted(life, serves=serves)))
+    running = asyncio.create_task(supervisor.run(PLANS, running=adopted(life, serves=serves)))
     await stage.until("announce decode-0 h:5")
     await stage.until("launch prefill-0")
     assert stage.lives["decode-0"] == []
@@ -153,11 +145,10 @@ async def test_a_worker_that_runs_is_followed_and_not_launched(stage: Stage, ser
     life.die(WorkerLost("gone"))
     await stage.until("launch decode-0")
     assert stage.lives["decode-0"][0].incarnation > 7
-    await supervisor.stop()
-    await asyncio.wait([task])
+    assert not running.done()
 
 
-async def test_an_adopted_worker_is_queried_before_its_stream_speaks(stage: Stage) -> None:
+async def test_an_adopted_worker_is_queried_before_its_stream_speaks(stage: Stage, supervisor: Supervisor) -> None:
     """Ray, through which a stream comes, may be away for long."""
 
     async def silent() -> AsyncGenerator[Event, None]:
@@ -165,20 +156,15 @@ async def test_an_adopted_worker_is_queried_before_its_stream_speaks(stage: Stag
         yield Ended()
 
     life = Life("decode-0", 7)
-    supervisor = supervisor_of(stage)
     running = {"decode-0": replace(adopted(life, serves=True)["decode-0"], follow=silent)}
     task = asyncio.create_task(supervisor.run(PLANS, running=running))
     for _ in range(SupervisionConfig().max_failed_checks):
         stage.beats.put_nowait(WorkerLost("no answer"))
     await stage.until("launch decode-0")
-    await supervisor.stop()
-    await asyncio.wait([task])
+    assert not task.done()
 
 
-async def test_settings_that_once_served_are_kept_by_the_next_supervisor(stage: Stage) -> None:
-    supervisor = supervisor_of(stage)
-    task = await start(stage, supervisor, running={"decode-0": RunningWorker(has_served=True)})
+async def test_settings_that_once_served_are_kept_by_the_next_supervisor(stage: Stage, supervisor: Supervisor) -> None:
+    await start(stage, supervisor, running={"decode-0": RunningWorker(has_served=True)})
     stage.lives["decode-0"][0].die(BadCheckpoint("the disk is away"))
     await stage.launched("decode-0", times=2)
-    await supervisor.stop()
-    await asyncio.wait([task])
