@@ -183,7 +183,7 @@ def test_a_taken_port_is_named_before_anything_starts(
         ("router.tenants={wrong}.not", "No such file or directory: correct the path; `baton key` prints its lines"),
         ("router.tenants=.", "tenants: .: . is no plain file"),
         ("tls.cert={wrong}", "tls: key is missing"),
-        ("peers.ca={wrong}", "peers: cert is missing"),
+        ("peers.ca={wrong}", "cert is missing"),
         ("tls={{cert='{wrong}.not', key='{wrong}'}}", "toml.not: No such file or directory: correct the path"),
     ],
 )
