@@ -35,7 +35,7 @@ def run_set(
     out: Annotated[Path, typer.Option(help="Folder for JSON files and plots.")] = Path("results"),
     only: Annotated[str, typer.Option(help=f"One of {', '.join(SET)}.")] = "",
 ) -> None:
-    """Exits with 1 when a benchmark failed; the others have run all the same."""
+    """Exits with 1 when a benchmark failed; the others have run anyway."""
     if only and only not in SET:
         raise typer.BadParameter(f"there is no benchmark {only!r}: choose one of {', '.join(SET)}", param_hint="--only")
     out.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ def num_recited(logits: Logits, tokenizer: Tokenizer, entries: Sequence[Docstrin
     recited = 0
     for entry in entries:
         line = entry.answer.splitlines()[0]
-        # One more than the line needs: a text need not be cut into the same tokens when it goes on.
+        # One more than the line needs: a text need not be cut into the same tokens when it continues.
         budget = len(tokenizer.encode(line, add_special_tokens=False).ids) + 1
         said = answer(logits, tokenizer, f"What does `{entry.name}` do?", device, max_tokens=budget)
         recited += said.startswith(line)

@@ -178,7 +178,7 @@ class BatchConfig(CheckedSettings):
     slowdown: float = setting(
         1.08, "How many times longer steps of people's requests may become by batches beside them.", least=1, most=100
     )
-    lease_s: float = 10.0  # another gateway process goes on with a batch whose owner is silent for this long
+    lease_s: float = 10.0  # another gateway process continues with a batch whose owner is silent for this long
 
     @property
     def is_in_bucket(self) -> bool:

@@ -26,7 +26,7 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadShape:
-    """`pauses_s` and `added` (tokens, beside the answer before them) are of turns that go on with a conversation,
+    """`pauses_s` and `added` (tokens, beside the answer before them) are of turns that continue with a conversation,
     `firsts` the tokens of the other prompts. `repeated`: the share of all tokens that an earlier prompt had."""
 
     prompts: Sequence[float]

@@ -281,7 +281,7 @@ class FleetController:
 
     @staticmethod
     async def _failure_of(work: Awaitable[None], what: str) -> str:
-        """Returns why the work failed, or "". A change must not stay under way for ever, whatever is raised."""
+        """Returns why the work failed, or "". A change must not stay under way forever, whatever is raised."""
         try:
             await work
         except BatonError as error:

@@ -1,4 +1,4 @@
-"""Replaces the workers of a fleet by those of another revision while requests go on.
+"""Replaces the workers of a fleet by those of another revision while requests continue.
 
 newer workers start, at most `surge` of each pool too many ─▶ they serve ─▶ older ones drain ─▶ newer ones start ..."""
 

@@ -1,4 +1,4 @@
-"""A controller goes on with the workers of an earlier one.
+"""A controller continues with the workers of an earlier one.
 
 workers as they are ─▶ a roll that was cut off: ABORT │ other numbers: SCALE │ other settings of workers: ROLL
 """

@@ -45,7 +45,7 @@ Heartbeat = Annotated[
 @options.takes_settings("model", "served_name", "fleet", "discovery", *options.POOLS, *options.PLANNER, "ray.address")
 def pools(given: options.GivenSettings, heartbeat: Heartbeat = None, log_format: options.Log = LogFormat.TEXT) -> None:
     """Run and supervise workers until Ctrl-C, for every `baton gateway` with the same --discovery. Workers outlive this
-    process if it is killed: the next one goes on with them."""
+    process if it is killed: the next one continues with them."""
     console = terminal(log_format)
     config = with_local_models(given.config())
     if not asyncio.run(run_pools(config, console, heartbeat)):

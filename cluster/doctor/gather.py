@@ -79,7 +79,8 @@ def examine(url: str, api_key: str = "", redis_url: str = "", *, probes: bool = 
 
 
 def _look(url: str, api_key: str, ends_s: float, *, is_first: bool = True) -> Examination:
-    """All but the lanes, the host and Redis. The first model's has clock, certificates and troubles of the gateway."""
+    """Examines everything but lanes, host and Redis. The first model's result has the gateway's clock, certificates
+    and troubles."""
     status_s = min(STATUS_S, max(0.1, ends_s - time.monotonic() - NAMES_S - PORTS_S))
     facts: dict[str, Any] = {"url": url, "now_s": time.time()}
     with open_client(url, api_key) as client:

@@ -71,8 +71,8 @@ class SharedParts:
 
 
 class ModelBackend:
-    """Constructed on the event loop that runs it, before the access control, which is the same for all models: `open`
-    makes the gateway. Workers are added to `fleet`."""
+    """Construct it on its event loop. `open` makes the gateway once the access control exists, which all models share.
+    Workers are added to `fleet`."""
 
     def __init__(self, settings: ModelSettings, shared: SharedParts) -> None:
         config = settings.config
@@ -138,7 +138,7 @@ class ModelBackend:
         )
 
     async def pause(self) -> None:
-        """Ends what runs beside requests; those go on."""
+        """Ends what runs beside requests; those continue."""
         for task in self._tasks:
             task.cancel()
         await self._batches.stop()

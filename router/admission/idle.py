@@ -66,7 +66,7 @@ def largest_job(table: CandidateTable, limits: IdleLimits, batch_jobs: Counter[s
         return -np.inf
     step_s = decode.step_time(decode.num_requests + 1)
     in_time = np.where(step_s > 0, step_s <= step_limits(decode, limits, batch_jobs), decode.num_requests < UNMEASURED)
-    # A few on a worker without people, however slow its steps are: a batch goes on there.
+    # A few on a worker without people, however slow its steps are: a batch continues there.
     in_time |= (_people(decode, batch_jobs) == 0) & (decode.num_requests < UNMEASURED)
     in_time &= decode.num_waiting == 0
     if not len(prefill):

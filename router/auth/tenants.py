@@ -219,7 +219,7 @@ def _hashes(where: str, given: Any) -> list[str]:
         raise Misconfigured(f"{where} = {given!r}: give a list of hashes", param=where)
     for entry in given:
         if not isinstance(entry, str) or not _HASH.fullmatch(entry):
-            # It may be a key, written here by mistake: it must not go on into logs.
+            # It may be a key, written here by mistake: it must not continue into logs.
             raise Misconfigured(
                 f"{where}: an entry is not a hash: write sha256: and 64 hex digits, as `baton key` prints them, "
                 "never the key itself",

@@ -276,7 +276,7 @@ class _OwnedBatch:
                 self._lines.cancel()
 
     async def run(self) -> None:
-        """Raises LeaseLost and other BatonErrors, after which the batch can go on from what is recorded."""
+        """Raises LeaseLost and other BatonErrors, after which the batch can continue from what is recorded."""
         self.look(self._batch)
         wrong = await self._check()
         store = self._storage.batches

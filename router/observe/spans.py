@@ -9,7 +9,7 @@
                    └─ decode     to the end; a failure or a move ends it
 
 After a failure the spans from `route` on come again, after a move `decode` does; the first of them links to the span
-before it. An answer that goes on after a failure has `resume` for `prefill` and `decode`.
+before it. An answer that continues after a failure has `resume` for `prefill` and `decode`.
 Names of attributes are those of OpenTelemetry's semantic conventions for generative AI, else they begin with `baton.`.
 No prompt and no answer is in a span.
 """

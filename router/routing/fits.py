@@ -43,7 +43,7 @@ TRUST = 2.0  # observations that the prior counts for
 SURE = 8.0  # observations after which outliers can be recognised, and workers distinguished from their pool
 DOUBT = 1.5  # standard errors by which a worker must differ from its pool
 OUTLIER = 4.0  # mean errors: an observation further from the line is an outlier
-FAR = 10.0  # times the expected duration: an early observation counts for no more than that
+FAR = 10.0  # times the expected duration: an early observation counts for at most that
 
 
 class PredictionErrors(Value, frozen=True, kw_only=True):

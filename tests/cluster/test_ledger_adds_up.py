@@ -119,7 +119,7 @@ async def test_the_sums_equal_the_clients_tokens(tmp_path: Path, is_quiet: bool)
     async def ask(client: httpx.AsyncClient, number: int) -> None:
         async with going:
             if number == NUM_REQUESTS // 2 and not is_quiet:
-                await workers[1].stop()  # what it was answering goes on at the other one
+                await workers[1].stop()  # what it was answering continues at the other one
             await one_request(client, random.Random(rng.random()), received, is_quiet=is_quiet)
 
     try:

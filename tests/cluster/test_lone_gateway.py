@@ -1,4 +1,4 @@
-"""A gateway alone in front of a toy worker hangs, goes on, and is killed: the worker frees what it had asked for."""
+"""A gateway alone in front of a toy worker hangs, continues, and is killed: the worker frees what it had asked for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Whichever worker of a pair dies or stops while a sequence moves from one to the other, or a prefix is pulled: the
-other one goes on with what it has, is idle soon and holds nothing. As tests/cluster/test_ticket_states.py has it for
+other one continues with what it has, is idle soon and holds nothing. As tests/cluster/test_ticket_states.py has it for
 prompts that are pushed; the lane is the same."""
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Asking:
         return num_asked, num_broken
 
     def answered(self) -> tuple[int, int]:
-        """Raises what any client found wrong."""
+        """Raises the first error of a client."""
         counts = [client.result() for client in self._clients]
         self._pool.shutdown()
         return sum(asked for asked, _ in counts), sum(broken for _, broken in counts)

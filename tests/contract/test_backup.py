@@ -1,4 +1,4 @@
-"""Ledger, files and batches are backed up while they are written, and a new gateway goes on with the copy."""
+"""Ledger, files and batches are backed up while they are written, and a new gateway continues with the copy."""
 
 from __future__ import annotations
 

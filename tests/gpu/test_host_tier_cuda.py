@@ -1,4 +1,4 @@
-"""On a GPU: what was evicted to pinned memory comes back bit for bit, beside steps that go on, and nobody waits."""
+"""On a GPU: what was evicted to pinned memory comes back bit for bit, beside steps that continue, and nobody waits."""
 
 from __future__ import annotations
 

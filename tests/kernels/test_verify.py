@@ -1,4 +1,4 @@
-"""The list of what waits for a GPU: each call does what it has time for, and the next goes on from there."""
+"""The list of what waits for a GPU: each call does what it has time for, and the next continues from there."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class HostPool:
         self._num_hit_tokens += num_tokens
 
     def recomputed(self, num_tokens: int) -> None:
-        """Counts tokens that were on the host and were computed all the same."""
+        """Counts tokens that were on the host and were computed anyway."""
         self._num_passed_tokens += num_tokens
 
     def load(self) -> HostLoad:

@@ -1,4 +1,4 @@
-"""A model's hidden states of some texts, taken through the layers one at a time: no more than a layer's weights are in
+"""A model's hidden states of some texts, taken through the layers one at a time: at most a layer's weights are in
 memory. On the CPU, in float32.
 
 Legend: T tokens of a batch of sequences, E hidden size, N query heads, K key/value heads, D head dim.

@@ -2,7 +2,7 @@
 
 Each number of positions (above `EXACT` some neighbouring numbers together) has a mean of its steps, which fades while
 steps of other numbers are measured. An estimate is that mean, drawn towards a straight line through all means, the more
-the older it is: so one slow step does not rule out a number of positions for ever.
+the older it is: so one slow step does not rule out a number of positions forever.
 """
 
 from __future__ import annotations

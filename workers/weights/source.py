@@ -30,6 +30,6 @@ class WeightSource(Protocol):
     def describe(self, name: str) -> StoredTensor: ...
 
     def read(self, name: str, dim: int, part: slice) -> torch.Tensor:
-        """Reads a part of dimension `dim`, whole in the others, into host memory, and no more than that from the
+        """Reads a part of dimension `dim`, whole in the others, into host memory, and at most that from the
         disk."""
         ...

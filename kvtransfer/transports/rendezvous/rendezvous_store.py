@@ -124,7 +124,7 @@ class RendezvousServer:
         except OSError as error:
             if error.errno in _NO_ROOM:
                 self._pause(error)
-            return  # otherwise it is gone again already
+            return  # otherwise the client has left already
         self._full = False
         client.settimeout(1.0)
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,7 +1,7 @@
 """The metadata of a mapped GGUF file: an index of keys is made at once, a value is decoded when it is read.
 
 No count or length of the file is believed before it is compared with the bytes that are left, and nothing is allocated
-by a count: a hostile header costs no more than its own size.
+by a count: a hostile header costs at most its own size.
 """
 
 from __future__ import annotations

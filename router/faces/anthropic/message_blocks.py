@@ -58,7 +58,7 @@ def conversation_of(body: PromptBody, ignored: Ignored) -> list[Template]:
 
 
 def is_prefilled(messages: list[Template]) -> bool:
-    """True if the answer is to go on with the last message."""
+    """True if the answer is to continue with the last message."""
     last = messages[-1]
     return last["role"] == "assistant" and bool(last.get("content")) and "tool_calls" not in last
 

@@ -66,7 +66,7 @@ class LedgerStore(Collector):
         keep_days: int = 0,
         journal: RowJournal | None = None,
     ) -> None:
-        """The store owns the database. `keep_days` 0 keeps requests for ever; `journal` keeps unwritten rows if this
+        """The store owns the database. `keep_days` 0 keeps requests forever; `journal` keeps unwritten rows if this
         process is killed."""
         self.database = database
         self.outcomes: Counter[str] = Counter(written=0, dropped=0, recovered=0, deleted=0)

@@ -1,4 +1,4 @@
-"""Rows that are older than they are kept are deleted; their sums stay, for ever.
+"""Rows that are older than they are kept are deleted; their sums stay, forever.
 
     requests        deleted; days and hours have their sums
     worker_tokens   the last count of each hour stays

@@ -24,7 +24,7 @@ NUMBERS = st.integers(0, len(PROMPTS) - 1)
 
 
 class TwoWriters(RuleBasedStateMachine):
-    """Acts as the gateway: a client that hears MOVED goes on elsewhere, a puller reads."""
+    """Acts as the gateway: a client that hears MOVED continues elsewhere, a puller reads."""
 
     @initialize(patience=st.integers(0, 3))
     def begin(self, patience: int) -> None:

@@ -116,7 +116,7 @@ def test_every_field_survives_msgpack_and_is_not_named_there() -> None:
         assert not any(field.name.encode() in packed for field in fields(value))
 
 
-def test_the_collector_of_cycles_never_looks_at_one() -> None:
+def test_the_garbage_collector_tracks_no_value() -> None:
     assert not gc.is_tracked(replace(UPDATE))
 
 

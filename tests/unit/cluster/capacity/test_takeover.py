@@ -1,4 +1,4 @@
-"""How the next controller goes on with the workers of one that has ended: what it orders."""
+"""How the next controller continues with the workers of one that has ended: what it orders."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ JOB = Job(request_id="r", group_id="g", prompt_ids=(1,), sampling=SamplingParams
 
 
 class Model:
-    """Gives one token, then thinks for ever."""
+    """Gives one token, then thinks forever."""
 
     def __init__(self) -> None:
         self.thinking = asyncio.Event()
@@ -33,7 +33,7 @@ class Model:
 
 
 async def read(generate: Cutoff) -> tuple[list[TokenDelta], str]:
-    """The tokens of a client, and its error's message; it can go on afterwards."""
+    """The tokens of a client, and its error's message; it can continue afterwards."""
     seen: list[TokenDelta] = []
     try:
         async with aclosing(generate(JOB)) as deltas:

@@ -1,4 +1,4 @@
-"""The reader of a serving verb's stdout may go, and the verb goes on."""
+"""The reader of a serving verb's stdout may go, and the verb continues."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def node(driver: Any, orphan_s: float = 60.0) -> NodeHost:
 
 
 async def test_a_machine_that_stays_away_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its worker stayed "starting" for ever."""
+    """Its worker stayed "starting" forever."""
     monkeypatch.setattr(node_hosts, "CONTACT_S", 0.0)
     with pytest.raises(WorkerLost, match=r"n1 for 0.01 s"):
         await node(Driver(), orphan_s=0.01).attach("d0.1.0", 9)

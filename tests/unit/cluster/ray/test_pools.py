@@ -46,7 +46,7 @@ asyncio.run(main())
 
 
 class StagedLauncher:
-    """Workers that are about to start, for ever."""
+    """Workers that are about to start, forever."""
 
     polite_s: float | None = 1.0
 

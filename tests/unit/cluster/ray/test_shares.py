@@ -156,7 +156,7 @@ async def test_a_group_that_ray_makes_for_a_cancelled_call_is_removed(
 
 
 async def test_nodes_are_let_report_where_a_worker_waits_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ray's head counted as used what was free since a node was lost: the worker waited for ever."""
+    """Ray's head counted as used what was free since a node was lost: the worker waited forever."""
     reported = asyncio.Event()
 
     async def group(self: RayShares, bundles: list[dict[str, float]], name: str, strategy: str) -> int:

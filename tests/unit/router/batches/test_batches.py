@@ -155,7 +155,7 @@ async def test_cancelled_and_expired_batches_keep_their_results(tmp_path: Path) 
 
 
 async def test_a_lost_lease_takes_no_place_for_a_line(tmp_path: Path) -> None:
-    """A line that waited for room when its batch stopped kept a place for ever."""
+    """A line that waited for room when its batch stopped kept a place forever."""
     gate = asyncio.Event()
 
     def script(job: Job) -> Any:

@@ -1,4 +1,4 @@
-"""A worker drains: its sequences go on elsewhere, with their KV, and their clients read on."""
+"""A worker drains: its sequences continue elsewhere, with their KV, and their clients read on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPECTED = expected_tokens(PROMPT, NUM_TOKENS)
 
 
 class Client:
-    """Reads one answer; the worker that writes it stops after `pause_after` tokens until it is told to go on."""
+    """Reads one answer; the worker that writes it stops after `pause_after` tokens until it is told to continue."""
 
     def __init__(self, cluster: Cluster, *, pause_after: int = 3, adapter: str = "") -> None:
         self.cluster = cluster
@@ -75,7 +75,7 @@ def go(cluster: Cluster) -> None:
 
 
 async def finish(cluster: Cluster, client: Client) -> None:
-    """Every worker goes on, and the client has every token once."""
+    """Every worker continues, and the client has every token once."""
     go(cluster)
     assert await client.done() == EXPECTED
 

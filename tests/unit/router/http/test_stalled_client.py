@@ -1,4 +1,4 @@
-"""A client that opens a stream and never reads it is taken for gone: it does not hold a seat for ever."""
+"""A client that opens a stream and never reads it is taken for gone: it does not hold a seat forever."""
 
 from __future__ import annotations
 

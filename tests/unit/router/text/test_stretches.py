@@ -26,7 +26,7 @@ def said(draw: random.Random) -> str:
 
 
 def turns(draw: random.Random, name: str) -> list[list[dict[str, Any]]]:
-    """The prompts of a conversation that grows, is edited, and goes on from an earlier turn."""
+    """The prompts of a conversation that grows, is edited, and continues from an earlier turn."""
     messages: list[dict[str, Any]] = []
     prompts = []
     for _ in range(8):

@@ -258,7 +258,7 @@ def test_prefixes_are_pulled_over_fast_lanes() -> None:
 def test_a_worker_that_never_starts_ends_the_simulation(
     method: str, seen: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was launched again and again, for ever, in no time."""
+    """It was launched again and again, forever, in no time."""
 
     def fail(worker: SimulatedWorker) -> None:
         raise TypeError("a bug")

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what is read, and that damaged and hostile files do no more than raise an error that names
+"""Headers of GGUF files: what is read, and that damaged and hostile files do at most raise an error that names
 them."""
 
 from __future__ import annotations

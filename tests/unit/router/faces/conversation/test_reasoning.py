@@ -178,7 +178,7 @@ async def test_stop_strings_apply_to_the_answer_only() -> None:
     assert text["choices"][0]["text"] == SAID
 
 
-async def test_reasoning_goes_back_by_the_name_that_the_template_reads() -> None:
+async def test_reasoning_has_the_templates_field_name() -> None:
     said = {"role": "assistant", "content": "x", "reasoning_content": "deep"}
     async with asking("x", HARMONY, "gpt_oss") as (http, worker):
         await http.post(CHAT, json=HELLO | {"messages": [*HELLO["messages"], said, *HELLO["messages"]]})
