@@ -123,7 +123,7 @@ def fleet_metrics(fleet: Fleet) -> Iterable[Metric]:
                 sums[role, *key] = sums.get((role, *key), 0.0) + value
         yield gauge(f"pool_{name}", text, sums, ("pool", *labels))
     for name, text, attribute in POOL_COUNTERS:
-        values = {(role,): getattr(totals, attribute) for role, totals in fleet.totals.items()}
+        values = {(role,): getattr(totals, attribute) for role, totals in fleet.offers.totals.items()}
         yield counter(f"pool_{name}", text, values, ("pool",))
     counts = fleet.load_totals()
     for name, text, _, labels in COUNTERS:

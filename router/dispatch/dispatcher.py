@@ -157,7 +157,9 @@ class Dispatcher:
         if job_state.crashes.crash_count:
             self._poison.progressed(job_state.crashes, len(job_state.output_ids))
         if first and delta.token_ids:
-            self._fleet.count_read(attempt.prefill_worker, len(job_state.job.prompt_ids), delta.num_cached_tokens)
+            self._fleet.offers.count_read(
+                attempt.prefill_worker, len(job_state.job.prompt_ids), delta.num_cached_tokens
+            )
         if update.num_drafted:
             record.verified(update.num_drafted, update.num_accepted)
         if delta.num_prompt_computed:
@@ -351,7 +353,7 @@ class Dispatcher:
             await self._fleet.offers.wait(until=min(deadline, now + config.dispatch.retry_pause_s))
             return
         self.num_resumed += 1
-        self._fleet.blame(attempt.worker_ids)
+        self._fleet.offers.blame(attempt.worker_ids)
         if job_state.num_failures > 1:  # after the first failure, other workers are ready
             await asyncio.sleep(config.dispatch.retry_pause_s * 2 ** (job_state.num_failures - 2))
 

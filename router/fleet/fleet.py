@@ -16,14 +16,14 @@ from contextlib import suppress
 
 from protos.errors import BatonError, IncompatibleWorkers, NotFound, WorkerLost
 from protos.event_loop import OwnPauses, loop_time
-from protos.values import Adapter, Profile, StepMessage, WorkerInfo, WorkerRole, WorkerStats
+from protos.values import Adapter, Profile, StepMessage, WorkerInfo, WorkerStats
 from protos.wire import PROTOBUF, ChannelEncoding
 from router.fleet.channels import OpenChannel, open_channel
 from router.fleet.fleet_adapters import FleetAdapters
 from router.fleet.fleet_revisions import FleetRevisions, RevisedWorker, check_joins
 from router.fleet.member import Member, WorkerState, WorkerStatus
 from router.fleet.offers import FleetOffers
-from router.fleet.pool_totals import LoadCounts, LoadTotals, PoolTotals
+from router.fleet.pool_totals import LoadCounts, LoadTotals
 from router.fleet.sleep import FleetSleep
 from router.fleet.successors import Successor, Successors
 from router.fleet.worker_client import WorkerClient
@@ -39,7 +39,7 @@ STATE_LINE = "worker %s at %s is %s%s"
 
 
 class Fleet:
-    """The router's workers, on one event loop. `totals` are by pool; `num_faults` counts sessions that ended with an
+    """The router's workers, on one event loop. `num_faults` counts sessions that ended with an
     internal error."""
 
     def __init__(
@@ -59,7 +59,6 @@ class Fleet:
         self.own_pauses = OwnPauses()
         self.successors = Successors()
         self.sleep = FleetSleep()
-        self.totals = {role: PoolTotals() for role in WorkerRole}
         self._load_totals = LoadTotals()
         self.num_faults = 0
         self.notices: list[Callable[[], str]] = []  # more faults for `degraded`
@@ -207,26 +206,6 @@ class Fleet:
                 "when it is ready"
             ) from error
 
-    def blame(self, worker_ids: Iterable[str]) -> None:
-        for worker_id in worker_ids:
-            if (member := self._members.get(worker_id)) is not None:
-                self._doubt(member, member.breaker.failed(loop_time()))
-
-    def _doubt(self, member: Member, paused: bool) -> None:
-        self.offers.table.doubt(member)
-        if paused and member.role is not None:
-            log.warning(
-                "worker %s fails its requests repeatedly: it gets no new requests for a while",
-                member.worker_id,
-                extra=_of(member),
-            )
-            self.totals[member.role].num_pauses += 1
-
-    def count_read(self, prefill_worker: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        if prefill_worker.role is not None:
-            self.totals[prefill_worker.role].num_prompt_tokens += num_prompt_tokens
-            self.totals[prefill_worker.role].num_cached_tokens += num_cached_tokens
-
     # -- connections ---------------------------------------------------------------------------------------------------
 
     async def _keep(self, member: Member) -> None:
@@ -243,7 +222,7 @@ class Fleet:
                 state = WorkerState.LOST
                 if member.role is not None and member.state is WorkerState.READY:  # a draining one is expected to end
                     state = WorkerState.JOINING if self.own_pauses.is_recent() else WorkerState.LOST
-                    self.totals[member.role].num_losses += state is WorkerState.LOST
+                    self.offers.totals[member.role].num_losses += state is WorkerState.LOST
                 self._enter(member, state, error.message)
             except Exception as error:  # one worker's invalid messages must not end the sessions of others
                 log.exception("worker %s: its session failed: internal error", member.worker_id, extra=_of(member))

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from kvtransfer.windows import full_bytes, window_bytes
 from protos.event_loop import Changed, loop_time
-from protos.values import BlockHash, WorkerInfo
+from protos.values import BlockHash, WorkerInfo, WorkerRole
 from router.fleet.candidate_table import FleetTable
 from router.fleet.fleet_adapters import FleetAdapters
 from router.fleet.fleet_revisions import FleetRevisions
 from router.fleet.member import Member
+from router.fleet.pool_totals import PoolTotals
 from router.jobs import Job
 from router.prefix.feed import Feed
 from router.prefix.index import Match
 from router.routing.candidate_columns import CandidateTable
 from router.routing.predictor import Predictor
+
+log = logging.getLogger("baton.router")
 
 ELSEWHERE_S = 1.0  # how long a prompt that another gateway routed counts, unless the worker's load includes it sooner
 
@@ -36,6 +40,7 @@ class FleetOffers:
         feed.routed = self.routed_elsewhere
         self.changed = Changed()
         self.predictor = Predictor()
+        self.totals = {role: PoolTotals() for role in WorkerRole}
         self.table = FleetTable(self.predictor)
         self._num_elsewhere = 0
         self.num_turned_away = 0  # jobs that wait because no worker had room for them, contrary to the reported loads
@@ -105,3 +110,20 @@ class FleetOffers:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self.changed.wait()
+
+    def blame(self, worker_ids: Iterable[str]) -> None:
+        """Counts a failed request against the workers; one that keeps failing gets no new ones for a while."""
+        for worker_id in worker_ids:
+            if (member := self._members.get(worker_id)) is None:
+                continue
+            self.table.doubt(member)
+            if member.breaker.failed(loop_time()) and member.role is not None:
+                text = "worker %s fails its requests repeatedly: it gets no new requests for a while"
+                log.warning(text, worker_id, extra={"worker": worker_id})
+                self.totals[member.role].num_pauses += 1
+
+    def count_read(self, prefill_worker: Member, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        if prefill_worker.role is not None:
+            totals = self.totals[prefill_worker.role]
+            totals.num_prompt_tokens += num_prompt_tokens
+            totals.num_cached_tokens += num_cached_tokens

@@ -144,7 +144,8 @@ async def test_cached_tokens_are_those_of_the_prefill_worker(cluster: Cluster) -
     deltas = await collect(cluster, job())
     assert [delta.num_cached_tokens for delta in deltas] == [12] + [0] * 7
     totals = {
-        role.value: (pool.num_prompt_tokens, pool.num_cached_tokens) for role, pool in cluster.fleet.totals.items()
+        role.value: (pool.num_prompt_tokens, pool.num_cached_tokens)
+        for role, pool in cluster.fleet.offers.totals.items()
     }
     assert totals == {"prefill": (len(PROMPT), 12), "decode": (0, 0), "colocated": (0, 0)}
 

@@ -236,7 +236,7 @@ async def test_a_model_that_overflows_for_a_request_pauses_no_worker(make: Calla
             cluster[worker].failed[f"bad{number}.1"] = error_info(NotFinite("the model's numbers are not finite"))
         with pytest.raises(NotFinite):
             await collect(cluster, job(f"bad{number}"))
-    assert cluster.fleet.totals[WorkerRole.COLOCATED].num_pauses == 0
+    assert cluster.fleet.offers.totals[WorkerRole.COLOCATED].num_pauses == 0
 
 
 async def test_a_worker_that_leaves_hands_its_requests_on(two_pairs: Cluster) -> None:
