@@ -21,8 +21,8 @@ ReadIndex = Callable[[], Mapping[str, Any]]
 
 def served_files(names: Sequence[str], name: HubName, read_index: ReadIndex, *, weights: bool = True) -> list[str]:
     """The files of `name` among those of its repository: a checkpoint's small files and, with `weights`, safetensors,
-    or the shards of one GGUF model, in their order. Raises BadCheckpoint if there are none, or GGUF files to
-    choose from."""
+    or the shards of one GGUF model, in their order, and its chat templates. Raises BadCheckpoint if there are none, or
+    GGUF files to choose from."""
     models = _gguf_models(names)
     if name.file:
         wanted = _SHARD.sub("", name.file).lower()
@@ -37,7 +37,7 @@ def served_files(names: Sequence[str], name: HubName, read_index: ReadIndex, *, 
         shards = models[chosen[0]]
         if (number := _SHARD.search(shards[0])) and len(shards) != int(number[1]):
             raise BadCheckpoint(f"{name} has {len(shards)} of the {number[1]} files of {chosen[0]}", param="model")
-        return shards
+        return shards + _beside(names, shards[0], (".jinja",))
     if models:
         shown = listed([_encoding(model) for model in chosen or models], 40)
         raise BadCheckpoint(
@@ -60,8 +60,13 @@ def _small(names: Sequence[str], name: HubName) -> list[str]:
             f"It has {listed(sorted(names))}",
             param="model",
         )
-    folders = ("", TEMPLATES)
-    return [one for one in names if one.endswith(_SMALL) and one.rpartition("/")[0] in folders]
+    return _beside(names, "config.json", _SMALL)
+
+
+def _beside(names: Sequence[str], weights: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Small files in the folder of the weights, and chat templates in a folder below it."""
+    folders = (PurePosixPath(weights).parent, PurePosixPath(weights).parent / TEMPLATES)
+    return [name for name in names if name.endswith(suffixes) and PurePosixPath(name).parent in folders]
 
 
 def _weights(names: Sequence[str], read_index: ReadIndex) -> list[str]:

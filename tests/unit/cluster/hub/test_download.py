@@ -61,10 +61,13 @@ def test_a_cached_revision_stays_until_the_hub_is_asked(hub: FakeHub, monkeypatc
 @pytest.mark.parametrize("name", ["acme/tiny:Q4_K_M", "acme/tiny:q4_k_m", "acme/tiny:tiny-Q4_K_M.gguf"])
 def test_one_gguf_model_is_downloaded_with_its_shards(hub: FakeHub, name: str) -> None:
     shards = {f"Q4_K_M/tiny-Q4_K_M-0000{number}-of-00002.gguf": b"GGUF%d" % number for number in (1, 2)}
-    hub.add("acme/tiny", {**shards, "tiny-Q8_0.gguf": b"GGUF8", "mmproj-Q4_K_M.gguf": b"GGUFm", "config.json": b"{}"})
+    others = {"tiny-Q8_0.gguf": b"GGUF8", "mmproj-Q4_K_M.gguf": b"GGUFm", "config.json": b"{}", "chat.jinja": b"-"}
+    template = {"Q4_K_M/additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
+    hub.add("acme/tiny", {**shards, **others, **template})
     path = Path(local_model(name))
     assert path.name == "tiny-Q4_K_M-00001-of-00002.gguf"
-    assert [one.read_bytes() for one in sorted(path.parent.iterdir())] == [b"GGUF1", b"GGUF2"]
+    assert [one.read_bytes() for one in sorted(path.parent.glob("*.*"))] == [b"GGUF1", b"GGUF2"]
+    assert [one.read_bytes() for one in path.parent.glob("*/*")] == [b"{{ tools }}"]
     assert not list(path.parents[1].glob("*.*"))
 
 
