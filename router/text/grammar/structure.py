@@ -34,6 +34,9 @@ _ANNOTATIONS = frozenset(
 _OF_URI = "#/:?=&%~+,;@!$'()*"  # characters of a reference besides letters, digits and _.-~
 _VALUES = ("const", "enum", "default", "examples")
 
+_INTEGERS = {"minimum": 1024 - 2**63, "maximum": 2**63 - 1024}  # the library's float64 rounds larger ones beyond int64
+"""Where a schema sets no bound: small models go on with digits as long as they may."""
+
 _OPTIONS = "x-guidance"  # the library's options in a schema would decide whitespace and strictness
 
 
@@ -103,6 +106,9 @@ def _readable(schema: Any) -> Any:
             read[name] = quote(value, _OF_URI)
         elif name != "format" or not isinstance(value, str) or value not in _ANNOTATIONS:
             read[name] = value if name in _VALUES else _readable(value)
+    types = read.get("type")
+    if types == "integer" or (isinstance(types, list) and "integer" in types and "number" not in types):
+        return _INTEGERS | read
     return read
 
 

@@ -91,6 +91,17 @@ def test_names_and_formats_of_openapi_are_read(grammar_of: Callable[[Any], str])
     assert fits(grammar, '{"Foo[int]":1,"Maß":2,"a<b>":3,"x%5By":4,"format":"x","of":{"format":"byte","$ref":"[1]"}}')
 
 
+@pytest.mark.parametrize("grammar_of", [json_grammar, lambda schema: f"start: {inline_json(schema)}"])
+def test_an_integer_ends_within_64_bits(grammar_of: Callable[[Any], str]) -> None:
+    for more in ({}, {"minimum": 0}, {"exclusiveMaximum": 2**62}, {"multipleOf": 1}, {"type": ["integer", "null"]}):
+        grammar = grammar_of({"type": "integer"} | more)
+        assert fits(grammar, "4123456789012345678")
+        assert not fits(grammar, "9223372036854775809")
+    assert fits(grammar_of({"type": "integer"}), "-9223372036854774000")
+    assert fits(grammar_of({"type": "integer", "const": 7}), "7")
+    assert fits(grammar_of({"type": ["integer", "number"]}), "1e300")
+
+
 def test_a_schema_does_not_say_how_json_is_written() -> None:
     """Neither how much white space there may be, nor how much is enforced."""
     schema = {"type": "object", "properties": {"x-guidance": {"type": "string"}}}
