@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from protos.errors import BadCheckpoint, BatonError, Misconfigured, UnsupportedModel
 from protos.values import SamplingParams
@@ -163,13 +164,13 @@ def test_mtp_layers_draft_as_in_transformers(tmp_path: Path, family: str) -> Non
         assert list(draft.token_ids) == twin.drafts(model, tokens, len(draft.token_ids))
 
 
-def without(name: str) -> Callable[[Path], str]:
-    def made(folder: Path) -> str:
-        from safetensors.torch import load_file, save_file
+def eagle_with(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], str]:
+    """An EAGLE-3 head whose stored tensors are changed."""
 
+    def made(folder: Path) -> str:
         mode, _ = eagle3(folder)
         tensors = load_file(folder / "model.safetensors")
-        del tensors[name]
+        change(tensors)
         save_file(tensors, folder / "model.safetensors")
         return mode
 
@@ -189,32 +190,14 @@ def lossy(folder: Path) -> str:
 
 def of_another_target(folder: Path) -> str:
     mode, _ = eagle3(folder)
-    text = (folder / "config.json").read_text().replace('"vocab_size": 160', '"vocab_size": 99')
-    (folder / "config.json").write_text(text)
-    return mode
-
-
-def leading_beyond(folder: Path) -> str:
-    from safetensors.torch import load_file, save_file
-
-    mode, _ = eagle3(folder)
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"d2t": tensors["d2t"] - 99}, folder / "model.safetensors")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 160', '"vocab_size": 99'))
     return mode
 
 
 def of_more_heads(folder: Path) -> str:
     head_twins.make_medusa(folder, medusa_num_heads=5)
     return f"medusa:{folder}"
-
-
-def rounded_to_int8(folder: Path) -> str:
-    from safetensors.torch import load_file, save_file
-
-    mode, _ = eagle3(folder)
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"fc.weight": tensors["fc.weight"].to(torch.int8)}, folder / "model.safetensors")
-    return mode
 
 
 def of_the_other_kind(folder: Path) -> str:
@@ -225,14 +208,18 @@ def of_the_other_kind(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("made", "error", "words"),
     [
-        (without("midlayer.mlp.up_proj.weight"), BadCheckpoint, "'layers.0.mlp.up_proj"),
-        (without("d2t"), BadCheckpoint, "lacks 'd2t'"),
+        (eagle_with(lambda head: head.pop("midlayer.mlp.up_proj.weight")), BadCheckpoint, "'layers.0.mlp.up_proj"),
+        (eagle_with(lambda head: head.pop("d2t")), BadCheckpoint, "lacks 'd2t'"),
         (pickled, BadCheckpoint, "pickled weights only"),
         (lossy, UnsupportedModel, "posterior_threshold"),
         (of_another_target, Misconfigured, "99 tokens, the model 160"),
-        (leading_beyond, BadCheckpoint, "d2t leads to tokens -"),
+        (eagle_with(lambda head: head.update(d2t=head["d2t"] - 99)), BadCheckpoint, "d2t leads to tokens -"),
         (of_more_heads, BadCheckpoint, "medusa_num_heads is 5, and there are tensors of 3 heads"),
-        (rounded_to_int8, UnsupportedModel, "'fc.weight' is stored as I8"),
+        (
+            eagle_with(lambda head: head.update({"fc.weight": head["fc.weight"].to(torch.int8)})),
+            UnsupportedModel,
+            "'fc.weight' is stored as I8",
+        ),
         (of_the_other_kind, UnsupportedModel, "has 0 layers"),
         (lambda folder: f"eagle:{folder / 'nowhere'}", BadCheckpoint, "there is no .*nowhere"),
         (lambda folder: "mtp", Misconfigured, "no layers for multi-token prediction"),
