@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import httpx
@@ -49,23 +49,35 @@ class RolloutStreams:
         self._num_tokens = num_tokens
         self.num_whole = 0
         self.dropped: list[str] = []
+        self._num_unanswered = Counter[str]()
         self.texts: defaultdict[int, set[str]] = defaultdict(set)
 
     async def run(self, number: int, over: asyncio.Event) -> None:
         """Sends one stream at least."""
         while True:
             url = self._service.pick()
+            self._num_unanswered[url] += 1
             try:
                 self.texts[number].add(await self._one(url, list(range(number, number + 4))))
                 self.num_whole += 1
             except (httpx.HTTPError, ValueError) as error:
                 self.dropped.append(f"client {number} at {url}: {type(error).__name__}: {error}")
+                self._num_unanswered[url] = 0
             if over.is_set():
                 return
 
+    async def answered(self, url: str) -> None:
+        """Returns when the gateway has begun to answer every client that has chosen it, as a `preStop` waits for."""
+        while self._num_unanswered[url]:  # noqa: ASYNC110 - clients are tasks of this loop
+            await asyncio.sleep(0.01)
+
     async def _one(self, url: str, prompt: list[int]) -> str:
+        async def answers(response: httpx.Response) -> None:
+            self._num_unanswered[url] -= 1
+
         body = {"model": "demo", "prompt": prompt, "max_tokens": self._num_tokens, "temperature": 0.0}
-        async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False) as client:
+        hooks = {"response": [answers]}
+        async with httpx.AsyncClient(base_url=url, trust_env=False, verify=False, event_hooks=hooks) as client:
             return await whole_text(client, body)
 
 

@@ -171,6 +171,7 @@ async def test_gateways_and_then_workers_are_replaced(site: Site, later: Sequenc
             service.add(await ready(new, versions))
             await all_run(*(one.url for one in (*gateways, new)))
             service.remove(old.url)
+            await streams.answered(old.url)
             old.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(old.ended, timeout_s=180.0) == 0, old.log
             gateways[place] = new
