@@ -78,6 +78,7 @@ class SamplingParams(Value, frozen=True, kw_only=True):
     `logprobs` None: none; 0: of the chosen token; k: also the k most likely (before temperature, top-k and top-p).
     `grammar`: what the whole answer must be, in llguidance's Lark; "": anything.
     `pooling`: the vector of the prompt that the request wants, "last" or "mean" of its positions; "": none.
+    `label_token_ids`: tokens whose logprobs, with `logprobs`, are behind the most likely ones.
     """
 
     temperature: float = 1.0
@@ -98,6 +99,12 @@ class SamplingParams(Value, frozen=True, kw_only=True):
     grammar: str = ""
     pooling: str = ""
     speculation: SpeculationParams = SpeculationParams()
+    label_token_ids: tuple[int, ...] = ()
+
+    @property
+    def needs_decode(self) -> bool:
+        """False for a request whose answer is made by the step that completes its prompt."""
+        return not self.pooling and not self.label_token_ids
 
 
 class LaneAddress(Value, frozen=True, kw_only=True):

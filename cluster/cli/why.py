@@ -121,6 +121,8 @@ def _headline(job: View) -> Text:
         figures += f"; {named} {_seconds(job['ttft_s'])}, from its arrival at the gateway"
     style = "green" if job["outcome"] in ("stop", "length") else "yellow" if not job["outcome"] else "red"
     heading = Text.assemble((job["request_id"], "bold"), f" ({job['job']}): ", (state, style), f". {figures}")
+    if job.get("session"):
+        heading.append(f"\nsession {job['session']}{' of ' + job['tenant'] if job.get('tenant') else ''}")
     return heading.append(f"\n{job['message']}") if job["message"] else heading
 
 
@@ -131,7 +133,7 @@ def _state(job: View) -> str:
 
 def _decision(choice: View, is_vector: bool) -> Text:
     if choice["decode"] is None:
-        way = f"{choice['prefill']} computes the vector, no worker decodes"
+        way = f"{choice['prefill']} answers, no worker decodes"
     elif choice["prefill"]:
         way = f"{choice['prefill']} prefills, {choice['decode']} decodes"
     else:

@@ -194,7 +194,7 @@ class Dispatcher:
         job_state.know_cached(candidates.most_cached)
         request_id, generation = job_state.next_attempt()
         prefill_worker = fleet.member(decision.prefill or decision.decode)
-        is_pair = decision.prefill is not None and not job_state.job.sampling.pooling  # a vector needs no decode worker
+        is_pair = decision.prefill is not None and job_state.job.sampling.needs_decode
         pull = self.pulls.choose(job_state, request_id, generation, prefill_worker, candidates)
         attempt = Attempt(
             request_id=request_id,

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from router.gateway import Gateway
 from router.http.api import OPENAI, Api, api_of
-from router.http.body import Body, Query, read_body, read_query
+from router.http.body import Body, Query, read_body, read_query, session_of
 
 Schema = dict[str, Any]
 Serve = Callable[..., Awaitable[ASGIApp]]
@@ -48,6 +48,7 @@ class Endpoint:
         if self.body is None or self.is_upload:
             return await self.serve(gateway, request)
         body: Any = await read_body(request, self.body, gateway.widest)
+        request.scope["state"]["session"] = session_of(request.scope, body)
         if self.key == "client" and "model" in self.body.model_fields:
             name, tag = body.model, api_of(request.scope).model_tag
             if name is None:

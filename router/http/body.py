@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import CoreSchema, tagged_union_schema
 from starlette.requests import Request
+from starlette.types import Scope
 
 from protos.errors import ContextLengthExceeded, InvalidRequest, UnsupportedMediaType, UnsupportedParameter
 from protos.hints import nearest
@@ -295,6 +296,9 @@ def _values(annotation: Any) -> Iterator[str | None]:
 
 MAX_TTFT_MS = "x-baton-max-ttft-ms"
 MAX_NAME_CHARS = 100  # names that an answer repeats
+MAX_SESSION_CHARS = 256
+SESSION_HEADERS = (b"x-claude-code-session-id", b"x-session-id", b"session-id", b"session_id", b"x-dynamo-session-id")
+"""Claude Code, opencode and others, Codex (two versions) and Dynamo's clients send these, in this order."""
 
 _BRANCH = re.compile(r"str|int|float|bool|.*\[.*", re.DOTALL)
 """pydantic's names of the members of a union that are no bodies."""
@@ -322,8 +326,9 @@ async def read_body(request: Request, kind: type[_Body], card: ModelCard) -> _Bo
     return parse_body(found, kind)
 
 
-def with_bound(sampling: SamplingRequest, request: Request) -> SamplingRequest:
-    """Adds the `max_ttft_ms` of a header; the body takes precedence."""
+def with_headers(sampling: SamplingRequest, request: Request) -> SamplingRequest:
+    """Adds the session, and the `max_ttft_ms` of a header; the body takes precedence."""
+    sampling = replace(sampling, session=request.scope["state"].get("session", ""))
     header = find_header(request.scope, MAX_TTFT_MS.encode())
     if header is None:
         return sampling
@@ -342,6 +347,20 @@ def read_query(request: Request, kind: type[_Body]) -> _Body:
         if values := [*sent.getlist(name), *sent.getlist(f"{name}[]")]:
             found[name] = values if get_origin(field.annotation) is list else values[-1]
     return parse_body(found, kind)
+
+
+def session_of(scope: Scope, body: Body) -> str:
+    """The client's name of its conversation: an agent's header, OpenAI's `prompt_cache_key`, or the session in Claude
+    Code's `metadata.user_id`. "" without one. It is for people, and decides nothing."""
+    headers = dict(scope["headers"])
+    names = [headers[name].decode("latin-1") for name in SESSION_HEADERS if name in headers]
+    metadata = getattr(body, "metadata", None)
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if isinstance(user, str):
+        with suppress(ValueError):
+            user = {"session_id": user.partition("_session_")[2]} if "_session_" in user else read_json(user)
+    names += [getattr(body, "prompt_cache_key", None), user.get("session_id") if isinstance(user, dict) else None]
+    return next((name[:MAX_SESSION_CHARS] for name in names if name and isinstance(name, str)), "")
 
 
 def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:

@@ -47,6 +47,8 @@ OPERATIONS = {
     "grpc.complete": "text_completion",
     "embeddings": "embeddings",
     "ollama.embed": "embeddings",
+    "rerank": "rerank",
+    "score": "rerank",
 }
 """`gen_ai.operation.name` by endpoint; all others are `chat`."""
 
@@ -202,6 +204,8 @@ def attributes_of(ended: EndedRequest, model: str, arrived_s: float) -> Mapping[
     }
     if (first_s := min((at_s for at_s in firsts if at_s is not None), default=None)) is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = first_s - arrived_s
+    if session := ask.jobs[0].session:
+        attributes["gen_ai.conversation.id"] = session
     if ask.tenant.name:
         attributes["baton.tenant"] = ask.tenant.name
     return attributes

@@ -95,6 +95,8 @@ class ChatTemplate:
         self._result_role = (
             "tool" if "tool" in words else next((role for role in _RESULT_ROLES if role in words), "tool")
         )
+        self.is_of_pairs = {"query", "document"} <= words
+        """True for the template of a reranker, which shows a query and a document instead of a conversation."""
         self._calls_in_metadata = "metadata" in words and not _reads_field(tree, "tool_calls")
         self.shows_tools = with_tools is not None or is_shown or self._tools_in_system
         """True if the template shows the model the tools of a request."""

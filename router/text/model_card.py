@@ -51,6 +51,7 @@ class ModelCard:
     `temperature` to `repetition_penalty` are the defaults of requests. `fingerprint` is of the
     model's files, and so are `digests`. `vector_size`: numbers in an embedding, 0 if config.json does not tell.
     `hub`: of a model in the cache of the Hugging Face hub, its repository and commit.
+    `is_embedder`: sentence-transformers pools its hidden states, as modules.json says.
     `family` is config.json's `model_type`, `num_bytes` the size of the files with weights, 0 where they are not here.
     """
 
@@ -72,6 +73,7 @@ class ModelCard:
     digests: ModelDigests = field(default_factory=ModelDigests)
     family: str = ""
     num_bytes: int = 0
+    is_embedder: bool = False
     hub: str = ""
     aliases: tuple[str, ...] = ()  # patterns of further names of the model
 
@@ -103,6 +105,7 @@ class ModelCard:
             created=files.created_s,
             digests=read_digests(files),
             hub=str(HubName.of_cached(files.path) or ""),
+            is_embedder='.Pooling"' in (files.text("modules.json") or ""),
             family=str(config.get("model_type", "")),
             num_bytes=sum(file.stat().st_size for file in files.weight_files()),
             vector_size=size if isinstance(size := config.get("hidden_size"), int) else 0,

@@ -58,6 +58,7 @@ class SamplingRequest(Value, frozen=True, kw_only=True):
     ignore_eos: bool = False
     grammar: str = ""
     pooling: str = ""
+    label_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     cache_salt: str = ""

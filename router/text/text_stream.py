@@ -224,6 +224,7 @@ class ChoiceText:
         sampling = ask.jobs[index].sampling
         self._min_tokens = sampling.min_tokens
         self._is_vector = bool(sampling.pooling)
+        self._has_labels = bool(sampling.label_token_ids)
         self._detokenizer = Detokenizer(
             vocabulary, skip_special_tokens=ask.skip_special_tokens, visible=ask.visible_tokens
         )
@@ -275,7 +276,7 @@ class ChoiceText:
             text=text,
             parts=tuple(parts) if self._calls is not None else (),
             token_ids=delta.token_ids[:shown],
-            logprobs=delta.logprobs[:shown],
+            logprobs=delta.logprobs[: count if self._has_labels else shown],
             text_offsets=tuple(offsets[:shown]),
             prompt_logprobs=delta.prompt_logprobs,
             finish_reason=FinishReason.LENGTH if finish and self._ask.silent else finish,

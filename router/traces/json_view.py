@@ -44,6 +44,7 @@ def whole(record: RequestTrace, wall_offset_s: float) -> View:
     return summary(record, wall_offset_s) | {
         "message": record.message,
         "session": record.job.session,
+        "tenant": record.job.tenant,
         "choices": [_choice(record, choice) for choice in record.choices],
         "timeline": _timeline(record),
     }
@@ -98,7 +99,7 @@ def _choice(record: RequestTrace, choice: DecisionRecord) -> View:
 
 def _decode(record: RequestTrace, decision: Decision) -> str | None:
     """No worker decodes a vector that a prefill worker computes."""
-    return None if record.job.sampling.pooling and decision.prefill is not None else decision.decode
+    return None if decision.prefill is not None and not record.job.sampling.needs_decode else decision.decode
 
 
 def _measured(record: RequestTrace, expected: LatencyEstimate) -> View:

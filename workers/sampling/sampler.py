@@ -81,7 +81,8 @@ def sample(
         return Drawn(ids_R, broken_R, {}, None)
     rows, nums_top = zip(*scored, strict=True)
     rows_T = to_device(np.array(rows), logits_RV.device)
-    scores = TokenScores(logits_RV.index_select(0, rows_T), ids_R.index_select(0, rows_T), nums_top)
+    labels = [samples[row].params.label_token_ids for row in rows]
+    scores = TokenScores(logits_RV.index_select(0, rows_T), ids_R.index_select(0, rows_T), nums_top, labels)
     return Drawn(ids_R, broken_R, {row: place for place, row in enumerate(rows)}, scores)
 
 

@@ -7,21 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from protos.values import Logprobs, TokenLogprob
-from workers.kernels.this_device import Landing
+from workers.kernels.this_device import Landing, to_device
 
 
 class TokenScores:
-    """The log-softmax of `logits_TV` at one token of each position, and at the `nums_top` most likely ones there."""
+    """The log-softmax of `logits_TV` at one token of each position, at the `nums_top` most likely ones there, and at
+    its `labels`."""
 
-    def __init__(self, logits_TV: torch.Tensor, token_ids_T: torch.Tensor, nums_top: Sequence[int]) -> None:
+    def __init__(
+        self,
+        logits_TV: torch.Tensor,
+        token_ids_T: torch.Tensor,
+        nums_top: Sequence[int],
+        labels: Sequence[tuple[int, ...]] = (),
+    ) -> None:
         self._nums_top = nums_top
+        self._labels = labels or [()] * len(nums_top)
         logprobs_TV = torch.log_softmax(logits_TV.float(), dim=-1)
         chosen_T = logprobs_TV.gather(1, token_ids_T.unsqueeze(1)).squeeze(1)
         ranks_T = _ranks(logprobs_TV, token_ids_T, chosen_T)
         best_ids_TK = _best(logprobs_TV, min(max(nums_top), logits_TV.shape[1]))
+        self._num_best = best_ids_TK.shape[1]
+        if num_labels := max(map(len, labels), default=0):
+            padded = np.array([[*ids, *[0] * (num_labels - len(ids))] for ids in labels])
+            best_ids_TK = torch.cat((best_ids_TK, to_device(padded, logits_TV.device)), dim=1)
         self._landing = Landing(token_ids_T, chosen_T, ranks_T, best_ids_TK, logprobs_TV.gather(1, best_ids_TK))
 
     def fetch(self) -> list[Logprobs]:
@@ -30,13 +43,16 @@ class TokenScores:
             Logprobs(
                 chosen=TokenLogprob(token_id=token_id, logprob=logprob),
                 top=tuple(
-                    TokenLogprob(token_id=top_id, logprob=top)
-                    for top_id, top in zip(ids_K[:num_top], top_K[:num_top], strict=True)
+                    TokenLogprob(token_id=ids_K[place], logprob=top_K[place])
+                    for place in (
+                        *range(min(num_top, self._num_best)),
+                        *range(self._num_best, self._num_best + len(label)),
+                    )
                 ),
                 rank=rank,
             )
-            for token_id, logprob, rank, ids_K, top_K, num_top in zip(
-                ids, chosen, ranks, best_ids, best, self._nums_top, strict=True
+            for token_id, logprob, rank, ids_K, top_K, num_top, label in zip(
+                ids, chosen, ranks, best_ids, best, self._nums_top, self._labels, strict=True
             )
         ]
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from protos.codec import Value
 from router.faces.conversation.tooling import Tooling
 from router.gateway import Gateway
-from router.http.body import with_bound
+from router.http.body import with_headers
 from router.http.middleware import name_of, tenant_of
 from router.text.chat_template import Message
 from router.text.reasoning import AnswerReasoning
@@ -139,7 +139,7 @@ def text_request(
 ) -> TextRequest:
     """The jobs of an HTTP request. `prefix` begins the answer's id. Raises InvalidRequest."""
     return make_text_request(
-        with_bound(sampling, http),
+        with_headers(sampling, http),
         prompts,
         gateway.card,
         request_id=gateway.new_id(prefix),

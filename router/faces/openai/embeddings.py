@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +29,28 @@ Ids = Annotated[list[int], FirstWrong()]
 Vector = NDArray[np.float32]
 
 
-class EmbeddingBody(Body):
-    """The last block is Baton's own."""
+class SilentBody(Body):
+    """A request whose prompts are computed and not answered. The last block is Baton's own."""
+
+    model: str = Field(description="the name of a served model")
+    user: str | None = Field(default=None, description="a string")
+
+    priority: int | None = ranged("priority", "an integer")
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
+    max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
+
+    def asked(self, prompt: str, **more: Any) -> SamplingRequest:
+        """`prompt`: the parameter that has the prompts."""
+        own = ("priority", "cache_salt", "max_ttft_ms")
+        given = {name: value for name in own if (value := getattr(self, name)) is not None}
+        return SamplingRequest(**given, **more, silent=True, names={"prompt": prompt})
+
+
+class EmbeddingBody(SilentBody):
+    """`pooling` is Baton's own."""
 
     id_lists: ClassVar[tuple[str, ...]] = ("input",)
 
-    model: str = Field(description="the name of a served model")
     input: str | Annotated[list[str], FirstWrong()] | Ids | Annotated[list[Ids], FirstWrong()] = Field(
         description="a string, a list of strings, a list of token ids or a list of lists of token ids"
     )
@@ -45,23 +61,11 @@ class EmbeddingBody(Body):
         le=MAX_DIMENSIONS,
         description="an integer of at least 1, at most the size of the model's vectors",
     )
-    user: str | None = Field(default=None, description="a string")
-
     pooling: Literal["last", "mean"] | None = Field(default=None, description="last or mean")
-    priority: int | None = ranged("priority", "an integer")
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
-    max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
-
-    def asked(self, pooling: str) -> SamplingRequest:
-        """`pooling`: the server's default."""
-        names = ("priority", "cache_salt", "max_ttft_ms")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        own = self.pooling or pooling
-        return SamplingRequest(**given, silent=True, pooling=own, names={"prompt": "input"})
 
 
 async def embeddings(gateway: Gateway, request: Request, body: EmbeddingBody) -> Response:
-    sampling = body.asked(gateway.texts.config.pooling)
+    sampling = body.asked("input", pooling=body.pooling or gateway.texts.config.pooling)
     vectors, usage = await vectors_of(gateway, request, body.input, sampling, dimensions=body.dimensions)
     is_base64 = body.encoding_format == "base64"
     return json_response(

@@ -14,6 +14,7 @@ from router.faces.openai.chat_completions import chat_completions
 from router.faces.openai.completions import completions
 from router.faces.openai.embeddings import EmbeddingBody, embeddings
 from router.faces.openai.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.faces.openai.rerank import RerankBody, ScoreBody, rerank, score
 from router.gateway import Gateway
 from router.http.api import json_response
 
@@ -101,6 +102,14 @@ OPENAI_FACE = Face(
         Endpoint(
             "POST", "/v1/embeddings", embeddings, "Vectors of prompts, in the form of OpenAI's embeddings",
             track="embeddings", body=EmbeddingBody,
+        ),
+        Endpoint(
+            "POST", "/v1/rerank", rerank, "Documents by their relevance to a query, in the form of Jina's and Cohere's",
+            track="rerank", body=RerankBody,
+        ),
+        Endpoint(
+            "POST", "/v1/score", score, "How well pairs of texts fit, in the form of vLLM's score",
+            track="score", body=ScoreBody,
         ),
         Endpoint("GET", "/v1/models", list_models, "The models served, in the forms of OpenAI's and Anthropic's lists"),
         Endpoint("GET", "/v1/models/{name:path}", retrieve_model, "One model"),

@@ -218,7 +218,6 @@ class SamplingBody(Body):
             "stop": (stop,) if isinstance(stop, str) else tuple(stop),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "logit_bias": _token_biases(self.logit_bias or {}),
-            "session": self.prompt_cache_key or "",
         }
 
     def check_stream(self) -> None:

@@ -168,6 +168,5 @@ class ResponsesBody(InputBody):
         return SamplingRequest(
             **given,
             max_tokens=self.max_output_tokens,
-            session=self.prompt_cache_key or "",
             names={"prompt": "input", "max_tokens": "max_output_tokens"},
         )

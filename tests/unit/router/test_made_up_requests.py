@@ -27,7 +27,7 @@ from tests.conftest import FUZZ
 from tests.unit.router.batches.batching import Batching
 from tests.unit.router.fake_cluster import Cluster
 from tests.unit.router.operating import ask, operating
-from tests.unit.router.scripted import Scripted, make_gateway, saying, serving
+from tests.unit.router.scripted import Scripted, make_gateway, saying, serving, with_card
 
 pytestmark = pytest.mark.hypothesis  # for `make fuzz`
 NUM_REQUESTS = 200 if FUZZ in os.environ else 8  # of each kind
@@ -36,7 +36,7 @@ LOST_IN_FORMS = """
 include-name = "POST /v1/files"
 checks.negative_data_rejection.enabled = false
 """
-ANSWERING = "^/v1/(chat/|completions|embeddings|responses|messages$|messages/count)|^/api/(chat|e|g|show)|tokenize$"
+ANSWERING = "^/v1/(chat/|completions|emb|rerank|score|responses|messages$|messages/c)|^/api/(chat|e|g|show)|tokenize$"
 """The routes whose bodies are made up in this process."""
 
 
@@ -46,6 +46,8 @@ ANSWERING = "^/v1/(chat/|completions|embeddings|responses|messages$|messages/cou
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/embeddings"),
+        ("POST", "/v1/rerank"),
+        ("POST", "/v1/score"),
         ("POST", "/api/embed"),
         ("POST", "/api/embeddings"),
         ("POST", "/api/show"),
@@ -61,7 +63,7 @@ ANSWERING = "^/v1/(chat/|completions|embeddings|responses|messages$|messages/cou
 )
 async def test_made_up_requests_are_answered_as_described(method: str, path: str) -> None:
     async with (
-        serving(make_gateway(Scripted(saying("hi")))) as url,
+        serving(with_card(make_gateway(Scripted(saying("hi"))), is_embedder=True)) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
         document = (await http.get("/openapi.json")).json()

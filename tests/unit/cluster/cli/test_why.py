@@ -49,6 +49,7 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
     try:
         await cluster.add("p0", "d0", "d1")
         async with operating(cluster) as (client, _):
+            client.headers["x-session-id"] = "talk-7"
             await ask(client, "mine")
             url = str(client.base_url)
             await asyncio.to_thread(why, "mine", url)
@@ -62,6 +63,8 @@ async def test_a_request_is_explained(capsys: pytest.CaptureFixture[str]) -> Non
     finally:
         await cluster.close()
     assert "mine" in listed
+    assert job["session"] == "talk-7"
+    assert "talk-7" in told
     assert f"p0 prefills, {job['decode']} decodes" in told
     for word in (
         "compute",
@@ -100,7 +103,7 @@ async def test_a_vector_is_computed_and_nothing_decodes(capsys: pytest.CaptureFi
     finally:
         await cluster.close()
     explained, listed = capsys.readouterr().out.split("Requests")
-    assert "p0 computes the vector, no worker decodes" in explained
+    assert "p0 answers, no worker decodes" in explained
     assert "a vector, no tokens written; computed in" in explained
     assert "vector computed" in explained
     for word in ("d0", "TTFT", "between tokens", "to first token", "length"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import SpanContext, TraceFlags
@@ -153,16 +155,17 @@ def test_a_callers_header_is_read_as_the_standard_says(header: str, sampled: boo
 @pytest.mark.parametrize(
     ("endpoint", "operation"),
     [("chat.completions", "chat"), ("completions", "text_completion"), ("embeddings", "embeddings"),
-     ("ollama.embed", "embeddings")],
+     ("ollama.embed", "embeddings"), ("score", "rerank")],
 )  # fmt: skip
 def test_a_request_is_the_operation_of_its_endpoint(endpoint: str, operation: str) -> None:
-    asked = asking(n=2)
+    asked = replace(asking(n=2), jobs=tuple(replace(job, session="s1") for job in asking(n=2).jobs))
     traces = [RequestTrace(job=job, received_s=1.0, outcome="stop") for job in asked.jobs]
     traces[1].timestamps.first_s = 4.0
     request = ObservedRequest(asked, traces, UsageCounter(asked), endpoint, "", "demo")
     ended = EndedRequest(request, Usage(prompt_tokens=10, completion_tokens=3, cached_tokens=8), None)
     attributes = attributes_of(ended, "demo", 0.5)
     assert attributes["gen_ai.operation.name"] == operation
+    assert attributes["gen_ai.conversation.id"] == "s1"
     assert attributes["gen_ai.response.finish_reasons"] == ("stop", "stop")
     assert attributes["gen_ai.response.time_to_first_chunk"] == 3.5
     assert attributes["gen_ai.usage.cache_read.input_tokens"] == 8

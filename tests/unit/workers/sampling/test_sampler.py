@@ -273,6 +273,19 @@ def test_logprobs_are_the_models_own() -> None:
     assert rows[2].logprobs == ()
 
 
+def test_labels_of_a_row_come_behind_its_best() -> None:
+    logits = random_logits(3)
+    expected = torch.log_softmax(logits, dim=-1)
+    rows = sample(
+        logits, [make(logprobs=1, label_token_ids=(7,)), make(logprobs=0), make(logprobs=0, label_token_ids=(4, 3))]
+    )
+    best = int(logits[0].argmax())
+    for row, wanted in enumerate(([best, 7], [], [4, 3])):
+        top = rows[row].logprobs[0].top
+        assert [entry.token_id for entry in top] == wanted
+        assert [entry.logprob for entry in top] == pytest.approx(expected[row, wanted].tolist())
+
+
 def test_equal_logprobs_are_listed_by_id() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 2.0]])
     (scored,) = score(logits, [3], [4])

@@ -115,6 +115,50 @@ CONVERSED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("sent", "body"),
+    [
+        ({"x-claude-code-session-id": "s1", "x-session-id": "s2"}, {}),
+        ({"x-session-id": "s1"}, {"prompt_cache_key": "s2"}),
+        ({"session_id": "s1"}, {}),
+        ({"session-id": "s1"}, {}),
+        ({"x-dynamo-session-id": "s1"}, {}),
+        ({}, {"prompt_cache_key": "s1"}),
+        ({"x-session-id": ""}, {"metadata": {"user_id": '{"device_id": "d", "session_id": "s1"}'}}),
+        ({}, {"metadata": {"user_id": "user_ab_account__session_s1"}}),
+    ],
+)
+async def test_a_session_is_known_by_what_clients_send(sent: dict[str, str], body: dict[str, Any]) -> None:
+    """And changes no answer."""
+    paths = [path for path in FACES if "metadata" not in body or path in ("/v1/messages", "/v1/responses")]
+    async with asking() as (http, generate):
+        for path in paths:
+            more = body if path != "/api/chat" else {}
+            answers = [await http.post(path, json={"model": "tiny"} | FACES[path] | part, headers=headers)
+                       for part, headers in ((more, sent), ({}, {}))]  # fmt: skip
+            assert [answer.status_code for answer in answers] == [200, 200]
+            named, plain = generate.jobs[-2:]
+            assert (named.session, plain.session) == ("s1" if more or sent else "", "")
+            assert (named.prompt_ids, named.sampling, named.cache_salt) == (
+                plain.prompt_ids, plain.sampling, plain.cache_salt
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *(("/v1/messages", {"metadata": {"user_id": user}})
+          for user in ("{", "[1]", '{"session_id": 5}', "jane", 5, None)),
+        ("/v1/messages", {"prompt_cache_key": 5}),
+        ("/api/chat", {"prompt_cache_key": ["a"], "metadata": 5}),
+    ],
+)  # fmt: skip
+async def test_a_user_is_no_session(path: str, body: dict[str, Any]) -> None:
+    async with asking() as (http, generate):
+        reply = await http.post(path, json={"model": "tiny"} | body | FACES[path])
+    assert (reply.status_code, generate.jobs[0].session) == (200, "")
+
+
 async def test_one_conversation_is_the_same_through_every_api(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text(f'admin_keys = ["{hash_of("sk-admin")}"]\n[tenants.acme]\nkeys = ["{hash_of("sk-acme")}"]\n')

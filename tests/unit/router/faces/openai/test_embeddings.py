@@ -73,12 +73,13 @@ async def test_a_worker_without_vectors_is_named() -> None:
             await client.embeddings.create(model="tiny", input="hello")
 
 
-async def test_a_vector_needs_no_decode_worker(cluster: Cluster) -> None:
+@pytest.mark.parametrize("changes", [{"pooling": "last"}, {"label_token_ids": (5, 6), "logprobs": 0}], ids=str)
+async def test_what_a_prompt_alone_answers_needs_no_decode_worker(cluster: Cluster, changes: dict[str, Any]) -> None:
     """The prefill worker answers, and no ticket is reserved."""
-    asked = job(max_tokens=1, pooling="last")
+    asked = job(max_tokens=1, **changes)
     async for _ in cluster.generate(asked):
         pass
     [request] = cluster["p0"].submitted
-    assert (request.sampling.pooling, request.ticket) == ("last", None)
+    assert (request.sampling, request.ticket) == (asked.sampling, None)
     assert not cluster["d0"].submitted
     assert not cluster["d0"].reserved

@@ -68,7 +68,12 @@ async def test_an_answer_failed_by_the_cluster_is_free(error: Exception, is_free
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [("/v1/completions", {"prompt": "hello"}), ("/v1/embeddings", {"input": "hello"})]
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hello"}),
+        ("/v1/embeddings", {"input": "hello"}),
+        ("/v1/rerank", {"query": "hello", "documents": ["fox"], "method": "embedding"}),
+    ],
 )
 async def test_a_request_refused_before_its_answer_is_free(path: str, body: dict[str, Any]) -> None:
     status, row = await row_of(path, body, lambda job: [Overloaded("no room")])

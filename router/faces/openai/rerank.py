@@ -1,0 +1,187 @@
+"""POST /v1/rerank and /v1/score, as Jina, Cohere and vLLM have them: how well a document answers a query.
+
+- yes_no: P(yes) / (P(yes) + P(no)) of the answer's first token, as Qwen3-Reranker is asked
+- embedding: the cosine of the two texts' vectors
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protos.errors import InvalidRequest, Unavailable, UnsupportedParameter
+from router.faces.conversation.turn import text_request
+from router.faces.openai.embeddings import SilentBody, vectors_of
+from router.gateway import Gateway
+from router.http.api import json_response
+from router.http.body import FirstWrong, Harmless, OpenBody, at_most, never, one_of
+from router.http.middleware import track_of
+from router.http.sse import while_connected
+from router.text.sampling_request import MAX_CHOICES
+from router.text.text_stream import TextDelta, Usage, collect
+
+_WHOLE = "texts are not cut here"
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+_USER = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+"""The prompt of Qwen3-Reranker's model card, for templates that are of conversations."""
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_NO_THINKING = {"enable_thinking": False}
+_MOST_ODDS = 700.0  # math.exp overflows beyond
+
+_Texts = Annotated[list[str], FirstWrong(), at_most(MAX_CHOICES), Field(min_length=1)]
+
+
+class RankedDocument(OpenBody):
+    text: str = Field(description="a string")
+
+
+class _RankingBody(SilentBody):
+    """`instruction` and `method` are Baton's own, `use_activation` is vLLM's."""
+
+    harmless: ClassVar[Mapping[str, Harmless]] = {
+        "encoding_format": one_of("float", why="scores are numbers"),
+        "label_token_ids": never("the model's yes and no are compared"),
+        "max_chunks_per_doc": one_of(1, why=_WHOLE),
+        "max_tokens_per_doc": never(_WHOLE),
+        "mm_processor_kwargs": one_of({}, why="documents are texts here"),
+        "rank_fields": one_of(["text"], why="a document is its text"),
+        "return_embeddings": one_of(False, why="/v1/embeddings gives vectors"),
+        "truncate_prompt_tokens": never(_WHOLE),
+        "truncation": one_of(False, why=_WHOLE),
+    }
+
+    method: Literal["yes_no", "embedding"] | None = Field(default=None, description="yes_no or embedding")
+    instruction: str | None = Field(default=None, description="a string")
+    use_activation: bool | None = Field(default=None, description="true or false: false gives log-odds of yes to no")
+
+    def by_embedding(self, gateway: Gateway) -> bool:
+        """Raises UnsupportedParameter for one that has no effect on a cosine."""
+        is_embedding = self.method == "embedding" or (self.method is None and gateway.card.is_embedder)
+        for name, value in (("instruction", self.instruction), ("use_activation", self.use_activation is False)):
+            if is_embedding and value:
+                problem = f"'{name}' has no effect on the cosine of vectors"
+                raise UnsupportedParameter(f'{problem}: leave it out, or set "method": "yes_no"', param=name)
+        return is_embedding
+
+
+class RerankBody(_RankingBody):
+    query: str = Field(description="a string")
+    documents: Annotated[list[str | RankedDocument], FirstWrong(), at_most(MAX_CHOICES)] = Field(
+        min_length=1,
+        max_length=MAX_CHOICES,
+        description=f"a list of 1 to {MAX_CHOICES} strings, or objects with a text",
+    )
+    top_n: int | None = Field(default=None, ge=0, description="an integer of at least 0; 0 means all")
+    return_documents: bool | None = Field(default=None, description="true or false")
+
+
+class ScoreBody(_RankingBody):
+    text_1: str | _Texts = Field(description=f"a string or a list of 1 to {MAX_CHOICES} strings")
+    text_2: str | _Texts = Field(description=f"a string or a list of 1 to {MAX_CHOICES} strings, as many as in text_1")
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """One text is paired with each of the other side. Raises InvalidRequest."""
+        first, second = ([text] if isinstance(text, str) else text for text in (self.text_1, self.text_2))
+        if len(first) == 1:
+            first = first * len(second)
+        elif len(second) == 1:
+            second = second * len(first)
+        if len(first) != len(second):
+            problem = f"'text_2' has {len(second)} strings and 'text_1' {len(first)}"
+            raise InvalidRequest(f"{problem}: give as many, or a single one on one side", param="text_2")
+        return list(zip(first, second, strict=True))
+
+
+async def rerank(gateway: Gateway, request: Request, body: RerankBody) -> Response:
+    documents = [document if isinstance(document, str) else document.text for document in body.documents]
+    pairs = [(body.query, document) for document in documents]
+    scores, usage = await _scores(gateway, request, body, pairs, "documents")
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
+    shows = body.return_documents is not False
+    results = [
+        {"index": index, "relevance_score": scores[index]} | ({"document": {"text": documents[index]}} if shows else {})
+        for index in best
+    ]
+    return json_response(
+        {"id": gateway.new_id("rerank"), "model": gateway.card.name, "results": results, "usage": _usage(usage)}
+    )
+
+
+async def score(gateway: Gateway, request: Request, body: ScoreBody) -> Response:
+    scores, usage = await _scores(gateway, request, body, body.pairs(), "text_2")
+    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
+    return json_response(
+        {
+            "id": gateway.new_id("score"), "object": "list", "created": int(gateway.wall_clock()),
+            "model": gateway.card.name, "data": data, "usage": _usage(usage),
+        }
+    )  # fmt: skip
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens, "completion_tokens": 0}
+
+
+async def _scores(
+    gateway: Gateway, request: Request, body: _RankingBody, pairs: Sequence[tuple[str, str]], param: str
+) -> tuple[list[float], Usage]:
+    """`param` has the documents. Raises InvalidRequest."""
+    if body.by_embedding(gateway):
+        texts = list(dict.fromkeys(chain.from_iterable(pairs)))
+        asked = body.asked(param, pooling=gateway.texts.config.pooling)
+        vectors, usage = await vectors_of(gateway, request, texts, asked)
+        vector_of = dict(zip(texts, vectors, strict=True))
+        return [float(vector_of[query] @ vector_of[document]) for query, document in pairs], usage
+    labels = await _yes_and_no(gateway)
+    asked = body.asked(param, temperature=0.0, logprobs=0, label_token_ids=labels)
+    prompts = [await _prompt(gateway, query, document, body.instruction, param) for query, document in pairs]
+    ask = text_request(gateway, request, "score", asked, prompts)
+    answer = collect(gateway.answer(ask, track_of(request)), ask)
+    choices, usage = await while_connected(request.scope, request.receive, answer)
+    odds = [_odds(choice, labels) for choice in choices]
+    if body.use_activation is False:
+        return odds, usage
+    return [1 / (1 + math.exp(min(-value, _MOST_ODDS))) for value in odds], usage
+
+
+async def _yes_and_no(gateway: Gateway) -> tuple[int, ...]:
+    """Raises InvalidRequest."""
+    encoded = await gateway.texts.tokenizer.encode(["yes", "no"], add_special_tokens=False)
+    if any(len(ids) != 1 for ids in encoded):
+        raise InvalidRequest(
+            f"The tokenizer of '{gateway.card.name}' has no tokens for yes and no: rerank with another model, or with "
+            '"method": "embedding"',
+            param="model",
+        )
+    return tuple(token_id for [token_id] in encoded)
+
+
+async def _prompt(gateway: Gateway, query: str, document: str, instruction: str | None, param: str) -> tuple[int, ...]:
+    await asyncio.sleep(0)  # thousands of short prompts leave the event loop to others
+    template, messages = gateway.texts.template, list[dict[str, Any]]()
+    if template is not None and template.is_of_pairs:
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        messages[:0] = [{"role": "system", "content": instruction}] if instruction else []
+    else:
+        asked = _USER.format(instruction=instruction or _INSTRUCTION, query=query, document=document)
+        messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": asked}]
+    return await gateway.texts.encode_chat(messages, options=_NO_THINKING, param=param)
+
+
+def _odds(choice: TextDelta, labels: tuple[int, ...]) -> float:
+    """The logprob of yes less that of no. Raises Unavailable."""
+    logprobs = {token.token_id: token.logprob for one in choice.logprobs for token in one.top}
+    if not logprobs.keys() >= set(labels):
+        raise Unavailable("The worker sent no logprobs of yes and no: it is of an older version of Baton")
+    yes, no = (logprobs[token_id] for token_id in labels)
+    return yes - no
