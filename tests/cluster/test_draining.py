@@ -6,6 +6,7 @@ Real gRPC and real lanes in one process; two decode workers behind one prefill w
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from workers.worker_config import RankId
 
 pytestmark = pytest.mark.cluster
 
-NUM_TOKENS = 150
+NUM_TOKENS, HELD_AT = 150, 20
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
 SEEDED = SamplingParams(
     temperature=1.0, top_p=0.95, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True,
@@ -56,6 +57,8 @@ class Cluster:
     router: Router
     workers: dict[str, Worker] = field(default_factory=dict)
     incarnation: int = 0
+    holds: bool = False
+    """Workers whose sequences all have `HELD_AT` tokens wait, so that none ends before what the test does to them."""
     num_jobs: int = 0
 
     @property
@@ -73,10 +76,24 @@ class Cluster:
         rank_id = RankId(worker_id=worker_id, incarnation=self.incarnation)
         config = config_for(self.folder, num_blocks=NUM_BLOCKS)
         worker = Worker(await asyncio.to_thread(open_worker, config, rank_id))
+        self._hold(worker._parts.engine)
         await worker.start("127.0.0.1")
         self.workers[worker_id] = worker
         self.fleet.add_worker(worker.info.address, worker_id=worker_id)
         await self.until_ready(worker)
+
+    def _hold(self, engine: Any) -> None:
+        step = engine.step
+
+        def held(now: float) -> list[Any]:
+            lengths = [len(request.output_ids) for request in engine.scheduler.requests()]
+            if not self.holds or min(lengths, default=0) < HELD_AT:
+                updates: list[Any] = step(now)
+                return updates
+            time.sleep(0.001)
+            return []
+
+        engine.step = held
 
     async def until_ready(self, worker: Worker) -> None:
         clock = asyncio.get_running_loop().time
@@ -91,6 +108,7 @@ class Cluster:
     async def replace(self, worker_id: str) -> None:
         """A worker is drained, ended and started again, as by `baton drain` and a supervisor."""
         await self.fleet.drain(worker_id)
+        self.holds = False
         worker = self.workers.pop(worker_id)
         await worker.wait()
         await worker.stop()
@@ -162,6 +180,7 @@ async def test_a_rolling_drain_changes_no_answer(checkpoint: Path, worker_ids: t
     async with cluster_of(checkpoint, *worker_ids) as cluster:
         undisturbed = [await client.answer() for client in await ask_all(cluster)]
         for worker_id in worker_ids:
+            cluster.holds = True
             clients = await ask_all(cluster)
             num_moved = cluster.generate.moves.num_moved
             await cluster.replace(worker_id)

@@ -81,13 +81,18 @@ class RolloutStreams:
             return await whole_text(client, body)
 
 
+def asking(url: str = "") -> httpx.AsyncClient:
+    """A connection for each request: a busy client finds that an idle one was closed only when it has sent."""
+    return httpx.AsyncClient(base_url=url, timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0))
+
+
 async def ready(deploy: Callable[..., Deployed], address: str) -> Deployed:
     pod = deploy(
         "gateway", "--model", DEMO["model"], "--served-name", "demo", "--port", "0", "--grpc-port", "0",
         "--worker", address,
     )  # fmt: skip
     url = await asyncio.to_thread(lambda: pod.url)
-    async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(60):
+    async with asking(url) as client, asyncio.timeout(60):
         while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110 - asked over HTTP
             await asyncio.sleep(0.05)
     return pod
@@ -95,7 +100,7 @@ async def ready(deploy: Callable[..., Deployed], address: str) -> Deployed:
 
 async def all_run(*urls: str) -> None:
     """Returns when every client has a stream under way."""
-    async with httpx.AsyncClient() as client, asyncio.timeout(60):
+    async with asking() as client, asyncio.timeout(60):
         num_running = 0.0
         while num_running < NUM_STREAMS:
             pages = [(await client.get(f"{url}/metrics")).text for url in urls]

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager, closing
 from operator import attrgetter
 from pathlib import Path
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -23,7 +22,7 @@ from router.observe.ledger.ledger_report import sums
 from router.observe.ledger.ledger_tables import ledger_database
 from tests.cluster.deployed import DEMO, PRECISE, Deployed
 from tests.cluster.redis_server import RedisServer
-from tests.cluster.test_rollout import NUM_STREAMS, RolloutStreams, Service, all_run
+from tests.cluster.test_rollout import NUM_STREAMS, RolloutStreams, Service, all_run, asking
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -110,7 +109,7 @@ def site(tmp_path: Path, redis: RedisServer) -> Iterator[Site]:
 async def ready(gateway: Deployed, versions: dict[str, str]) -> str:
     """The gateway's address when all workers serve, each with the expected version."""
     url = await asyncio.to_thread(lambda: gateway.url)
-    async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(120):
+    async with asking(url) as client, asyncio.timeout(120):
         while True:
             workers = (await client.get("/admin/status")).json()["workers"]
             serving = {one["worker_id"]: one["info"]["version"] for one in workers if one["state"] == "ready"}
@@ -125,14 +124,14 @@ async def created_batch(url: str) -> str:
         for number in range(NUM_LINES)
     ]
     content = "\n".join(map(json.dumps, lines)).encode()
-    async with httpx.AsyncClient(base_url=url) as client:
+    async with asking(url) as client:
         file = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", content)})
         body = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
         return str((await client.post("/v1/batches", json=body)).json()["id"])
 
 
 async def ended_batch(url: str, batch_id: str) -> dict[str, int]:
-    async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(120):
+    async with asking(url) as client, asyncio.timeout(120):
         while True:
             batch = (await client.get(f"/v1/batches/{batch_id}")).json()
             if batch["status"] == "completed":
@@ -217,7 +216,7 @@ async def test_each_gateway_serves_the_workers_of_its_wire(site: Site, tmp_path:
     site.worker("decode-1", other)
     for gateway, own, foreign in ((site.gateway(), 0, 1), (site.gateway(other), 1, 0)):
         url = await asyncio.to_thread(attrgetter("url"), gateway)
-        async with httpx.AsyncClient(base_url=url, timeout=60.0) as client, asyncio.timeout(120):
+        async with asking(url) as client, asyncio.timeout(120):
             states: dict[str, str] = {}
             while states != {f"decode-{own}": "ready", f"decode-{foreign}": "incompatible"}:
                 workers = (await client.get("/admin/status")).json()["workers"]
