@@ -36,6 +36,7 @@ MAX_CODE_LINES = 68_000  # of the packages together: what adds lines takes other
 MAX_PROSE = 1.6  # words of docstrings and comments a code line of the packages. The aim is 1.2
 MAX_STATE = {"Device": 27, "SimulatedEngineLoop": 28, "SimulatedWorker": 23, "Fleet": 24}  # 20 attributes elsewhere
 LISTS = {"workers/models/families"}  # folders of like things, which may have any number
+MAX_ROUTER = 11, 110  # floors, and arrows between them: a folder or module of the router imports another
 MAX_COLUMNS = 160  # of a document
 CAPPED = (*PACKAGES, "benchmarks")
 
@@ -246,6 +247,24 @@ def test_no_circle_of_rooms(imports: dict[str, set[str]]) -> None:
         mine = arrows.setdefault(room(module), set())
         mine.update({room(other) for other in others} - {room(module)})
     report(f"{' <-> '.join(circle)}: rooms import each other: move a module" for circle in circles(arrows))
+
+
+def test_the_router_can_be_held_in_mind(imports: dict[str, set[str]]) -> None:
+    """A floor is above the floors that it imports; without a circle there is a lowest."""
+
+    def room(module: str) -> str:
+        return ".".join(module.split(".")[:2])
+
+    arrows: dict[str, set[str]] = {}
+    for module, others in imports.items():
+        if module.startswith("router."):
+            mine = arrows.setdefault(room(module), set())
+            mine.update({room(other) for other in others if other.startswith("router.")} - {room(module)})
+    assert not circles(arrows)
+    floors = cache(lambda name: 1 + max(map(floors, arrows[name]), default=0))
+    num_floors, num_arrows = max(map(floors, arrows)), sum(map(len, arrows.values()))
+    assert num_floors <= MAX_ROUTER[0]
+    assert num_arrows <= MAX_ROUTER[1]
 
 
 def test_there_are_no_drawer_modules() -> None:
