@@ -66,6 +66,8 @@ class LocalLimits:
         self._running: dict[str, set[str]] = {}
 
     async def enter(self, tenant: Tenant, request_id: str, num_tokens: int, now: float) -> None:
+        if not tenant.is_limited:
+            return
         if tenant.max_concurrent is not None and len(self._running.get(tenant.name, ())) >= tenant.max_concurrent:
             raise too_many(tenant)
         for what, amount, per_min, buckets in self._rates(tenant, num_tokens):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from protos.errors import RateLimited
@@ -51,6 +53,16 @@ async def test_concurrency_is_limited_and_freed() -> None:
     await limits.enter(tenant, "r2", 1, now=0.0)
     with pytest.raises(RateLimited):
         await limits.enter(tenant, "r3", 1, now=0.0)
+
+
+async def test_requests_without_limits_leave_those_of_their_tenant_alone() -> None:
+    """Lines of a batch run without its tenant's limits."""
+    limits, tenant = LocalLimits(), Tenant(name="acme", max_concurrent=1)
+    for number in range(3):
+        await limits.enter(replace(tenant, max_concurrent=None), f"line-{number}", 1, now=0.0)
+    await limits.enter(tenant, "r0", 1, now=0.0)
+    with pytest.raises(RateLimited):
+        await limits.enter(tenant, "r1", 1, now=0.0)
 
 
 async def test_a_refused_request_costs_nothing() -> None:
