@@ -21,6 +21,7 @@ def check_tokens(request: GenerateRequest, vocab_size: int) -> None:
         ("prompt", request.prompt_ids),
         ("output_ids", request.output_ids),
         ("stop_token_ids", sampling.stop_token_ids),
+        ("label_token_ids", sampling.label_token_ids),
         ("logit_bias", tuple(token_id for token_id, _ in sampling.logit_bias)),
     ):
         if token_ids and not _are_ids(token_ids, vocab_size):

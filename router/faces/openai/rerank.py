@@ -142,7 +142,11 @@ async def _scores(
         vectors, usage = await vectors_of(gateway, request, texts, asked)
         vector_of = dict(zip(texts, vectors, strict=True))
         return [float(vector_of[query] @ vector_of[document]) for query, document in pairs], usage
-    labels = await _yes_and_no(gateway)
+    labels, repeated = await _yes_and_no(gateway), body.instruction or ""
+    num_chars = sum(len(repeated) + len(query) + len(document) for query, document in pairs)
+    if num_chars > (most := gateway.http.max_body_bytes):  # a query is read with each document
+        problem = f"'{param}' makes prompts of {num_chars} characters"
+        raise InvalidRequest(f"{problem}: one request may make {most}, send fewer at a time", param=param)
     asked = body.asked(param, temperature=0.0, logprobs=0, label_token_ids=labels)
     prompts = [await _prompt(gateway, query, document, body.instruction, param) for query, document in pairs]
     ask = text_request(gateway, request, "score", asked, prompts)
@@ -157,7 +161,8 @@ async def _scores(
 async def _yes_and_no(gateway: Gateway) -> tuple[int, ...]:
     """Raises InvalidRequest."""
     encoded = await gateway.texts.tokenizer.encode(["yes", "no"], add_special_tokens=False)
-    if any(len(ids) != 1 for ids in encoded):
+    known = {ids for ids in encoded if len(ids) == 1 and ids[0] < gateway.card.vocab_size}
+    if len(known) < len(encoded):  # one id for both is that of an unknown word
         raise InvalidRequest(
             f"The tokenizer of '{gateway.card.name}' has no tokens for yes and no: rerank with another model, or with "
             '"method": "embedding"',

@@ -42,6 +42,7 @@ class TestSubmit:
             (InvalidRequest, "output_ids", ["5000"], ask("r", [1], output_ids=(5000,))),
             (InvalidRequest, "stop_token_ids", ["-1"], ask("r", [1], stop_token_ids=(-1,))),
             (InvalidRequest, "logit_bias", ["1000"], ask("r", [1], logit_bias=((1000, 1.0),))),
+            (InvalidRequest, "label_token_ids", ["1000"], ask("r", [1], logprobs=0, label_token_ids=(1000,))),
             (InvalidRequest, "max_tokens", ["2", "3"], ask("r", [1], 2, output_ids=(1, 2, 3))),
             (InvalidRequest, "max_tokens", ["-1"], ask("r", [1], -1)),
             (ContextLengthExceeded, "prompt", ["100", "99"], ask("r", [1] * 100)),
@@ -217,8 +218,7 @@ class TestRoles:
 
         toy = ToyEngine(role=Busy(Disposition.KEEP))
         assert toy.engine.has_work()
-        assert toy.step() == []
-        assert toy.engine.num_steps == 0
+        assert (toy.step(), toy.engine.num_steps) == ([], 0)
 
 
 class TestLoad:

@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
+import tokenizers
+from tokenizers.models import WordLevel
 
 from protos.values import FinishReason, Logprobs, TokenLogprob
 from router.jobs import Job, TokenDelta
@@ -36,7 +38,8 @@ def judged(job: Job) -> list[TokenDelta]:
 
 async def replies(tokenizer: Tokenizer, path: str, *bodies: dict[str, Any], **card: Any) -> tuple[list[Any], Scripted]:
     generate = Scripted(judged if not card else saying(""))
-    gateway = with_card(make_gateway(generate, tokenizer=tokenizer), max_model_len=512, vocab_size=1024, **card)
+    gateway = make_gateway(generate, tokenizer=tokenizer, max_body_bytes=30_000)
+    gateway = with_card(gateway, **{"max_model_len": 512, "vocab_size": 1024} | card)
     async with serving(gateway) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         return [await http.post(path, json={"model": "tiny"} | body) for body in bodies], generate
 
@@ -92,6 +95,8 @@ async def test_an_embedder_compares_vectors(tokenizer: Tokenizer) -> None:
         ("/v1/rerank", {"query": "q", "documents": ["d", 5]}, "documents[1]"),
         ("/v1/rerank", {"query": "q", "documents": ["d"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"query": "q", "documents": ["d" * 9999]}, "documents"),
+        ("/v1/rerank", {"query": "q" * 100, "documents": ["d"] * 299}, "documents"),
+        ("/v1/score", {"text_1": "q", "text_2": ["d"] * 299, "instruction": "i" * 100}, "text_2"),
         ("/v1/rerank", {"query": "q", "documents": ["d"], "max_tokens_per_doc": 9}, "max_tokens_per_doc"),
         ("/v1/rerank", {"query": "q", "documents": ["d"], "return_embeddings": True}, "return_embeddings"),
         ("/v1/rerank", {"documents": ["d"]}, "query"),
@@ -109,6 +114,10 @@ async def test_what_cannot_be_ranked_is_named(
     assert not generate.jobs
 
 
-async def test_a_tokenizer_without_yes_and_no_is_named() -> None:
-    [reply], _ = await replies(byte_level(), "/v1/rerank", {"query": "q", "documents": ["d"]})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+async def test_a_tokenizer_without_yes_and_no_is_named(tokenizer: Tokenizer) -> None:
+    words = tokenizers.Tokenizer(WordLevel({"?": 0}, unk_token="?"))
+    words.decoder = tokenizers.decoders.Fuse()
+    unknown, beyond = Tokenizer(words, named_tokens={"eos_token": "?"}), tokenizer.backend.get_vocab_size() - 1
+    for each, size in ((byte_level(), 1024), (unknown, 1024), (tokenizer, beyond)):
+        [reply], _ = await replies(each, "/v1/rerank", {"query": "q", "documents": ["d"]}, vocab_size=size)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
