@@ -17,7 +17,8 @@ GROUPS: Mapping[str, str] = {"project_id": "tenant", "api_key_id": "key_id", "mo
 """Columns of the ledger by OpenAI's names."""
 USAGE_GROUPS = (*GROUPS, "user_id", "service_tier")
 VECTOR_GROUPS = ("project_id", "user_id", "api_key_id", "model")
-VECTOR_ENDPOINTS = ("embeddings", "ollama.embed", "batch:/v1/embeddings", "rerank", "score")
+_SILENT = ("embeddings", "rerank", "score")
+VECTOR_ENDPOINTS = (*_SILENT, "ollama.embed", *(f"batch:/v1/{name}" for name in _SILENT))
 COST_GROUPS = ("project_id", "api_key_id", "line_item")
 LINE_ITEMS: Mapping[str, str] = {"input": "input_tokens", "cached": "cached_tokens", "output": "output_tokens"}
 """Kinds of tokens, and the sums that have their number."""

@@ -13,7 +13,10 @@ from protos.errors import DeadlineExceeded, Internal, Overloaded, WorkerLost
 from protos.values import FinishReason
 from router.auth.auth import AccessControl
 from router.auth.tenants import Roster, Tenant, hash_of
+from router.faces.openai.embeddings import SilentBody
+from router.faces.openai.openai_api import OPENAI_FACE
 from router.jobs import Job, TokenDelta
+from router.observe.ledger.organization import VECTOR_ENDPOINTS
 from router.observe.ledger.prices import Price, PriceList
 from router.observe.ledger.request_ledger import RequestLedger
 from router.observe.ledger.rows import LedgerRow, Written
@@ -79,6 +82,11 @@ async def test_a_request_refused_before_its_answer_is_free(path: str, body: dict
     status, row = await row_of(path, body, lambda job: [Overloaded("no room")])
     assert (status, row.outcome, row.output_tokens, row.charged_usd) == (429, "overloaded", 0, 0.0)
     assert (row.input_tokens, row.cached_tokens) == (0, 0), "no worker had it"
+
+
+def test_endpoints_without_answers_are_counted_with_embeddings() -> None:
+    silent = [one for one in OPENAI_FACE.endpoints if one.body is not None and issubclass(one.body, SilentBody)]
+    assert {name for one in silent for name in (one.track, f"batch:{one.path}")} <= {*VECTOR_ENDPOINTS}
 
 
 async def test_requests_that_run_cannot_spend_a_hard_budget_many_times() -> None:
