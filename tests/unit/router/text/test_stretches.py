@@ -112,6 +112,16 @@ def test_a_token_begins_a_stretch_unless_it_asks_what_is_before_it(flag: str, re
     assert (texts.stretches.num_remembered > 0) is remembers
 
 
+def test_a_tokenizer_that_gives_up_over_the_trial_reads_prompts() -> None:
+    """Its tokens take the same white space, where the library panics."""
+    texts, _ = shape("demo")
+    backend = tokenizers.Tokenizer.from_str(texts.backend.to_str())
+    backend.add_tokens([AddedToken("<a>", normalized=False, rstrip=True)])
+    backend.add_tokens([AddedToken("\n", normalized=False, lstrip=True)])
+    whole = backend.encode("say <a> it", add_special_tokens=False)
+    assert list(Tokenizer(backend).stretches.read("say <a> it", None, b"")) == whole.ids
+
+
 def test_a_tokenizer_that_cannot_be_cut_reads_the_whole() -> None:
     """Uses a reader that counts preceding text, since no tokenizer of the library does."""
 
