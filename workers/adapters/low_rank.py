@@ -93,10 +93,8 @@ class LinearAdapters:
         bias_O: torch.Tensor | None,
         silu_mul: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """The product and its gate, [T, O
-
-        2]; updates are added before the gate. Rows with adapters are multiplied separately, so that others are computed
-        as in a step without adapters."""
+        """The product and its gate, [T, O / 2]; updates are added before the gate. Rows with adapters are multiplied
+        separately, so that others are computed as in a step without adapters."""
         updates = self.here()
         if not updates:
             return weight(x_TI, bias_O)

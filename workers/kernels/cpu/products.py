@@ -128,9 +128,7 @@ class PanelProduct:
         return ProductPart(address_of(self._multiply), packed, address, self.num_outputs, self.depth, self._gated)
 
     def __call__(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns [T, O], or [T, O
-
-        2] when gated: then the rows have the stride of the next product."""
+        """Returns [T, O], or [T, O / 2] when gated: then the rows have the stride of the next product."""
         width = self.num_outputs // 2 if self._gated else self.num_outputs
         [part] = self.parts(bias_O)
         return self._multiplied(part, x_TI, width, apart(width, self._dtype) if self._gated else width)

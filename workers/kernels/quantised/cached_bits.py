@@ -95,9 +95,8 @@ class CachedBits:
 
 @triton.jit
 def int8_scale(first_HP, second_HP):
-    """[H]: the largest magnitude of each head
-
-    127, from both halves of the head. It is not finite if a number is not."""
+    """[H]: the largest magnitude of each head / 127, from both halves of the head. It is not finite if a number is
+    not."""
     first_HP, second_HP = first_HP.to(tl.float32), second_HP.to(tl.float32)
     largest_H = tl.max(tl.maximum(tl.abs(first_HP), tl.abs(second_HP)), axis=1)
     missing_H = tl.sum(((first_HP != first_HP) | (second_HP != second_HP)).to(tl.int32), axis=1)

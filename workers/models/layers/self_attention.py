@@ -22,11 +22,7 @@ from workers.weights.slots import Loadable, Slot
 
 
 class SelfAttention:
-    """A rank has N
-
-    tp query heads and their key/value heads: K
-
-    tp, or one that several ranks copy."""
+    """A rank has N / tp query heads and their key/value heads: K / tp, or one that several ranks copy."""
 
     def __init__(
         self, context: LayerContext, prefix: str, config: ModelConfig, layer: int, *, num_inputs: int | None = None
