@@ -68,7 +68,8 @@ def request_json(client: httpx.Client, path: str, method: str = "GET", body: Map
     try:
         response = client.request(method, path, json=body)
         if response.status_code == 404 and not _is_explained(response):
-            raise NotFound(f"{client.base_url} answers, but has no {path}: it is not a Baton gateway")
+            fix = "give a Baton gateway's address, with /models/NAME only where it serves several"
+            raise NotFound(f"{client.base_url} answers, but has no {path}: {fix}")
         raise_for_error(response)
         return response.json()
     except httpx.HTTPError as error:
