@@ -50,9 +50,9 @@ class BatchBody(Body):
     """A window other than 24h is Baton's own."""
 
     input_file_id: str = Field(description="the id of a file whose purpose is batch")
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"] = Field(
-        description=f"one of {', '.join(SERVED)}"
-    )
+    endpoint: Literal[
+        "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/responses"
+    ] = Field(description=f"one of {', '.join(SERVED)}")
     completion_window: str = Field(pattern=f"^{WINDOW.pattern}$", description=WINDOWS)
     metadata: dict[str, str] | None = Field(default=None, description="an object of at most 16 strings")
     output_expires_after: OutputExpiry | None = Field(default=None, description="an object with anchor and seconds")

@@ -71,6 +71,8 @@ async def test_the_walk_through(tmp_path: Path) -> None:
     [
         ("/v1/completions", {"model": "tiny", "prompt": "hello", "max_tokens": 2}),
         ("/v1/embeddings", {"model": "tiny", "input": "hello"}),
+        ("/v1/rerank", {"model": "tiny", "query": "q", "documents": ["d"], "method": "embedding"}),
+        ("/v1/score", {"model": "tiny", "text_1": "a", "text_2": "b", "method": "embedding"}),
         ("/v1/responses", {"model": "tiny", "input": "hello"}),
     ],
 )
