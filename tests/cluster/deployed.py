@@ -143,14 +143,14 @@ class Deployed:
             yield events
 
     def status(self) -> Any:
-        return httpx.get(f"{self.url}/admin/status", timeout=10.0).json()
+        return httpx.get(f"{self.url}/admin/status", timeout=60.0).json()
 
     @property
     def urls(self) -> Sequence[str]:
         ports = self.status()["processes"]
         return [re.sub(r"\d+$", str(port), self.url) for port in ports] or [self.url]
 
-    def wait_until(self, holds: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+    def wait_until(self, holds: Callable[[], bool], *, timeout_s: float = 120.0) -> None:
         """Repeats the check; fails when it does not become true in time."""
         deadline = time.monotonic() + timeout_s
         while not holds():
@@ -159,7 +159,7 @@ class Deployed:
             )
 
     def metric(self, name: str, pool: str) -> float:
-        told = httpx.get(f"{self.urls[0]}/metrics", timeout=10.0).text
+        told = httpx.get(f"{self.urls[0]}/metrics", timeout=60.0).text
         match = re.search(rf'^{name}{{pool="{pool}"}} (\S+)$', told, re.MULTILINE)
         assert match, f"no {name} of {pool} in:\n{told}"
         return float(match[1])
