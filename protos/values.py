@@ -478,7 +478,8 @@ class WorkerInfo(Value, frozen=True, kw_only=True):
     `reads_further` takes several messages in one. `process_id` is its rank 0's, on its host. `weights` names the
     encoding of its weights and their bits. `revision` names model and settings after a roll, "" before the first;
     `model_path` is where the worker read the model, `digests` are of its files. `wire` and `version` are its
-    Baton's."""
+    Baton's. `dtype`: in which it computes; `speculation`: its `worker.speculate`, or "off" where auto does not
+    speculate; `model_len`: the model's own longest sequence."""
 
     worker_id: str
     incarnation: int
@@ -500,6 +501,9 @@ class WorkerInfo(Value, frozen=True, kw_only=True):
     digests: ModelDigests = ModelDigests()
     wire: int = WIRE
     version: str = VERSION
+    dtype: str = ""
+    speculation: str = ""
+    model_len: int = 0
 
 
 class TicketStats(Value, frozen=True, kw_only=True):

@@ -866,6 +866,9 @@ class WorkerInfo(_message.Message):
     DIGESTS_FIELD_NUMBER: _builtins.int
     WIRE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
+    MODEL_LEN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _builtins.str
@@ -891,6 +894,12 @@ class WorkerInfo(_message.Message):
     """protos/release.py: gateways refuse a worker with another one"""
     version: _builtins.str
     """of its Baton"""
+    dtype: _builtins.str
+    """in which it computes; empty: not known"""
+    speculation: _builtins.str
+    """worker.speculate, "off" where auto does not speculate; empty: not known"""
+    model_len: _builtins.int
+    """the model's own longest sequence; 0: not known"""
     @_builtins.property
     def layout(self) -> _kv_pb2.KVLayout: ...
     @_builtins.property
@@ -924,10 +933,13 @@ class WorkerInfo(_message.Message):
         digests: Global___ModelDigests | None = ...,
         wire: _builtins.int = ...,
         version: _builtins.str = ...,
+        dtype: _builtins.str = ...,
+        speculation: _builtins.str = ...,
+        model_len: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "lane", b"lane", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "device", b"device", "digests", b"digests", "incarnation", b"incarnation", "lane", b"lane", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "model_path", b"model_path", "num_blocks", b"num_blocks", "process_id", b"process_id", "reads_further", b"reads_further", "revision", b"revision", "role", b"role", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights", "wire", b"wire", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "device", b"device", "digests", b"digests", "dtype", b"dtype", "incarnation", b"incarnation", "lane", b"lane", "layout", b"layout", "max_model_len", b"max_model_len", "model", b"model", "model_len", b"model_len", "model_path", b"model_path", "num_blocks", b"num_blocks", "process_id", b"process_id", "reads_further", b"reads_further", "revision", b"revision", "role", b"role", "speculation", b"speculation", "version", b"version", "vocab_size", b"vocab_size", "weights", b"weights", "wire", b"wire", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,7 @@ class LoadedRank:
     runner: TorchRunner
     steps_in_flight: int
     weights: str = ""  # their encoding and bits, for people
+    dtype: str = ""
     grammars: Grammars | None = None
     num_slots: int = 0
     copies: HostCopies | None = None
@@ -255,6 +256,7 @@ def _open_rank(config: WorkerConfig, group: TensorParallel, on_progress: Progres
         runner=runner,
         steps_in_flight=steps_in_flight,
         weights=decoder.stored_as,
+        dtype=dtype,
         grammars=grammars,
         num_slots=num_slots,
         copies=host_copies(storage, num_slots) if num_slots else None,

@@ -15,6 +15,7 @@ from workers.cores import parse_cpus
 from workers.speculation.registry import check_mode
 from workers.weights.weight_formats import Quantize
 
+GPU_FRACTION, RAM_FRACTION = 0.9, 0.2  # of the memory for KV, by default
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 KVDtype = Literal["auto", "int8", "fp8"]

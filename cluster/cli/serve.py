@@ -22,7 +22,7 @@ from rich.markup import escape
 
 from cluster.capacity.controller import FleetController
 from cluster.cli import options
-from cluster.config.cluster_config import ClusterConfig
+from cluster.config.cluster_config import ClusterConfig, PoolsConfig
 from cluster.config.revised import digest_of, reviser
 from cluster.config.settings import read_file, setting
 from cluster.config.several_models import TABLE
@@ -39,14 +39,16 @@ from cluster.ray.pools import Pools
 from cluster.supervision.preflight import check_adapter_names, check_feasible, check_files
 from cluster.supervision.start_progress import Bars
 from protos.errors import Misconfigured
-from protos.hints import listed
+from protos.hints import counted, listed
 from router.fleet_owner import DesiredFleet
 from workers.free_memory import free_ram_bytes
+from workers.worker_config import GPU_FRACTION, RAM_FRACTION, WorkerConfig
 
 if TYPE_CHECKING:
     from cluster.discovery.members import Publish
     from cluster.gateway.gateway_server import GatewayServer
     from cluster.gateway.replicas import Replicas
+    from protos.values import WorkerInfo
 
 log = logging.getLogger("baton.cluster")
 
@@ -148,7 +150,13 @@ class ServedCluster:
         where = f"at [bold cyan]{front.url}[/], in a browser too (gRPC: port {front.grpc_port}), ready: "
         lines = [f"[bold]{escape(one.router.model_name)}[/] {{}}{_pools(fleet)}. " for one, fleet in self._each()]
         lines = [line.format(where if number == 0 else "beside it: ") for number, line in enumerate(lines)]
-        ResultConsole().say("\n".join(lines) + f"Ctrl-C stops it.\n\n{escape(front.example())}\n")
+        chosen = [
+            f"{'' if len(self._fleets) == 1 else config.router.model_name + ': '}{line}"
+            for config, fleet in self._each()
+            for line in choices(config.worker, fleet.pools.reports())
+        ]
+        text = "\n".join([*chosen, "", front.example()])
+        ResultConsole().say("\n".join(lines) + f"Ctrl-C stops it.\n\n{escape(text)}\n")
 
     def _each(self) -> Iterable[tuple[ClusterConfig, ServedFleet]]:
         return zip(self._configs, self._fleets, strict=True)
@@ -158,6 +166,48 @@ def _pools(fleet: ServedFleet) -> str:
     plan = fleet.pools.plans[0]
     pools = " + ".join(f"{count} {role}" for role, count in fleet.counts.items() if count)
     return f"{pools}, tensor parallel {plan.num_ranks}, on {plan.device}"
+
+
+def choices(worker: WorkerConfig, reports: Sequence[WorkerInfo]) -> Sequence[str]:
+    """Returns what the workers report of themselves, a line for each choice, with its reason."""
+    if not reports:
+        return []
+    info, defaults = reports[0], WorkerConfig(model=worker.model)
+    rooms = [
+        f"{role} {one.num_blocks * one.layout.stored_bytes / 2**30:.2f} GiB for "
+        f"{counted(one.num_blocks * one.layout.block_size, 'token')}"
+        for role, one in {report.role: report for report in reports}.items()
+    ]
+    if is_gpu := info.device == "cuda":
+        size = f"{worker.memory_fraction or GPU_FRACTION:g} of the GPU's memory, less weights and the largest step"
+    else:
+        size = f"at most {worker.memory_fraction or RAM_FRACTION:g} of the RAM that was free"
+    is_whole = info.max_model_len >= info.model_len
+    length = "the model's own" if is_whole else f"the KV cache holds no more of the model's {info.model_len:,}"
+    is_off = info.speculation != worker.speculate
+    drafts = f"{info.speculation}{': auto found no kernel that gives drafts the bits of decoding' if is_off else ''}"
+    lines = (
+        ("device", "device", info.device, f"{'a' if is_gpu else 'no'} GPU for every rank"),
+        ("dtype", "dtype", f"{info.dtype}, weights {info.weights}", "float32 if the checkpoint is, else bfloat16"),
+        ("KV", "num_blocks", f"{info.layout.kv_dtype}, {', '.join(rooms)}", size),
+        ("context", "max_model_len", counted(info.max_model_len, "token"), length),
+        ("speculation", "speculate", drafts, "the default"),
+    )
+    return [
+        f"{name}: {value} ({why if getattr(worker, key) == getattr(defaults, key) else f'worker.{key}'})"
+        for name, key, value, why in lines
+    ]
+
+
+def on_one_gpu(config: ClusterConfig) -> ClusterConfig:
+    """A machine with GPUs for one worker gets a colocated one, unless the settings name pools or a CPU."""
+    worker = config.worker
+    if config.ray.address or worker.device == "cpu" or config.planner.autoscale or config.pools != PoolsConfig():
+        return config
+    if not worker.tp <= (num_gpus := len(visible_gpus())) < 2 * worker.tp:
+        return config
+    log.info("one worker computes prompts and answers: two pools take %d GPUs, %d here", 2 * worker.tp, num_gpus)
+    return replace(config, pools=PoolsConfig(colocated=1))
 
 
 def _retrieve(ended: asyncio.Future[list[None]]) -> None:
@@ -241,6 +291,8 @@ def _serve(given: options.GivenSettings, configs: Sequence[ClusterConfig], log_f
 
     console = terminal(log_format, access_log=configs[0].router.http.access_log)
     configs = [with_local_models(config) for config in configs]
+    if len(configs) == 1:
+        configs = [on_one_gpu(configs[0])]
     if given.workers is not None:
         log.info(
             "--workers %d: colocated, each computes prompts and answers; two pools: --prefill, --decode", given.workers

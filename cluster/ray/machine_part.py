@@ -43,7 +43,7 @@ def visible_gpus() -> tuple[str, ...]:
     """The GPUs that this process may use: CUDA_VISIBLE_DEVICES, else what NVIDIA's tool lists."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
-        return tuple(one.strip() for one in given.split(",") if one.strip())
+        return tuple(one.strip() for one in given.split(",") if one.strip() not in ("", "-1"))
     if (tool := shutil.which("nvidia-smi")) is None:
         return ()
     listed = subprocess.run(

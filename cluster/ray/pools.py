@@ -48,7 +48,7 @@ from cluster.supervision.worker_placement import (
     why_not_gpus,
 )
 from protos.errors import Unavailable
-from protos.values import WorkerRole
+from protos.values import WorkerInfo, WorkerRole
 from router.fleet.channels import Channels
 from router.fleet_owner import Revision
 
@@ -175,6 +175,9 @@ class Pools:
     def serving(self) -> Mapping[str, WorkerRole]:
         return {worker_id: info.role for worker_id, info in self._supervisor.serving().items()}
 
+    def reports(self) -> Sequence[WorkerInfo]:
+        return tuple(self._supervisor.serving().values())
+
     def start_s(self) -> float:
         return statistics.median(self._starts_s.values()) if self._starts_s else 0.0
 
@@ -184,7 +187,7 @@ class Pools:
 
     async def drain(self, grace_s: float) -> None:
         """Gives no worker new work. Returns when running requests have finished, or after `grace_s`."""
-        infos = self._supervisor.serving().values()
+        infos = self.reports()
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await asyncio.gather(*(self._control.drain(info.address) for info in infos))

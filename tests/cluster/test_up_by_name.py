@@ -35,7 +35,9 @@ def test_a_name_is_downloaded_and_answers(hub: FakeHub) -> None:
         model, alias = httpx.get(f"{cluster.url}/v1/models").json()["data"]
         assert (model["id"], model["hub"]) == ("tiny", f"acme/tiny@{commit}")
         assert alias["id"] == "acme/tiny"
-        assert {worker["info"]["model_path"].rpartition("/")[2] for worker in cluster.status()["workers"]} == {commit}
+        (info,) = [worker["info"] for worker in cluster.status()["workers"]]
+        assert info["model_path"].rpartition("/")[2] == commit
+        assert (info["dtype"], info["speculation"], info["model_len"]) == ("bfloat16", "off", 2048)
     finally:
         cluster.kill()
 

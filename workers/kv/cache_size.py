@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 
 from protos.errors import Misconfigured
+from workers.worker_config import GPU_FRACTION, RAM_FRACTION
 
-GPU_FRACTION = 0.9
-RAM_FRACTION = 0.2
 MAX_RAM_BYTES = 2 * 2**30
 """Largest default cache in RAM: it is zeroed at the start, which must be fast."""
 

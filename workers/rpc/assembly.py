@@ -26,6 +26,7 @@ from workers.models.filling import Progress
 from workers.parallel.group import TensorParallel
 from workers.parallel.ranks import Leader, find_store, join_group, open_store, share_address
 from workers.rpc.worker import WakeUp, WorkerParts
+from workers.speculation.registry import OFF
 from workers.transfer.rank_transfer import RankTransfer
 from workers.transfer.receive import reservations
 from workers.transfer.transfer_leader import TransferLeader
@@ -140,4 +141,7 @@ def _info(
         revision=config.revision,
         model_path=config.model,
         digests=read_digests(open_model(config.model)),
+        dtype=rank.dtype,
+        model_len=rank.model.max_model_len,
+        speculation=config.speculate if rank.speculation is not None else OFF,
     )
