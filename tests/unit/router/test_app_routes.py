@@ -106,12 +106,12 @@ async def test_a_compressed_body_is_refused_by_its_encoding(path: str) -> None:
 
 async def test_unknown_paths_and_methods_answer_as_openai_does() -> None:
     async with visiting() as (client, _):
-        missing = await client.get("/v1/rerank")
+        missing = await client.get("/v1/rankings")
         wrong = await client.get("/v1/completions")
         slash = await client.post("/v1/completions/", json=COMPLETION)
     assert (slash.status_code, slash.json()["error"]["code"]) == (404, "not_found"), "no redirect without a body"
     assert missing.status_code == 404
-    assert "/v1/rerank: APIs begin at /v1" in error_of(missing)["message"]
+    assert "/v1/rankings: APIs begin at /v1" in error_of(missing)["message"]
     assert wrong.status_code == 405
     assert wrong.headers["allow"] == "POST"
     assert "use POST" in error_of(wrong)["message"]
