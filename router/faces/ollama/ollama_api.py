@@ -37,7 +37,7 @@ class OllamaEmbeddingsBody(OpenBody):
 
 async def ollama_vectors(gateway: Gateway, request: Request, body: OllamaEmbedBody) -> Response:
     begun_s = loop_time()
-    vectors, usage = await vectors_of(gateway, request, body.input, _asked(gateway), dimensions=body.dimensions)
+    _, vectors, usage = await vectors_of(gateway, request, body.input, _asked(gateway), dimensions=body.dimensions)
     answer = {
         "model": gateway.card.name,
         "embeddings": [vector.tolist() for vector in vectors],
@@ -49,7 +49,7 @@ async def ollama_vectors(gateway: Gateway, request: Request, body: OllamaEmbedBo
 
 
 async def ollama_vector(gateway: Gateway, request: Request, body: OllamaEmbeddingsBody) -> Response:
-    [vector], _ = await vectors_of(gateway, request, body.prompt, _asked(gateway, prompt="prompt"))
+    _, [vector], _ = await vectors_of(gateway, request, body.prompt, _asked(gateway, prompt="prompt"))
     return json_response({"embedding": vector.tolist()}, headers=_ignored(body))
 
 

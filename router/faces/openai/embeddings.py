@@ -66,7 +66,7 @@ class EmbeddingBody(SilentBody):
 
 async def embeddings(gateway: Gateway, request: Request, body: EmbeddingBody) -> Response:
     sampling = body.asked("input", pooling=body.pooling or gateway.texts.config.pooling)
-    vectors, usage = await vectors_of(gateway, request, body.input, sampling, dimensions=body.dimensions)
+    _, vectors, usage = await vectors_of(gateway, request, body.input, sampling, dimensions=body.dimensions)
     is_base64 = body.encoding_format == "base64"
     return json_response(
         {
@@ -92,17 +92,19 @@ async def vectors_of(
     sampling: SamplingRequest,
     *,
     dimensions: int | None = None,
-) -> tuple[list[Vector], Usage]:
-    """The vectors of prompts, of length 1, cut to `dimensions`. Raises InvalidRequest."""
+    prefix: str = "embd",
+) -> tuple[str, list[Vector], Usage]:
+    """The request's id, which begins with `prefix`, and the vectors of prompts, of length 1, cut to `dimensions`. Raises
+    InvalidRequest."""
     if not given and not isinstance(given, str):
         raise InvalidRequest(f"'input' is an empty list: give 1 to {MAX_CHOICES} prompts", param="input")
     if size := gateway.card.vector_size:
         _check_dimensions(dimensions, size)
     prompts = await prompts_of(gateway, given)
-    ask = text_request(gateway, request, "embd", sampling, [prompt.ids for prompt in prompts])
+    ask = text_request(gateway, request, prefix, sampling, [prompt.ids for prompt in prompts])
     answer = collect(gateway.answer(ask, track_of(request)), ask)
     found, usage = await while_connected(request.scope, request.receive, answer)
-    return [_vector(one.embedding, dimensions) for one in found], usage
+    return ask.request_id, [_vector(one.embedding, dimensions) for one in found], usage
 
 
 def _vector(embedding: bytes, dimensions: int | None) -> Vector:

@@ -105,7 +105,7 @@ class ScoreBody(_RankingBody):
 async def rerank(gateway: Gateway, request: Request, body: RerankBody) -> Response:
     documents = [document if isinstance(document, str) else document.text for document in body.documents]
     pairs = [(body.query, document) for document in documents]
-    scores, usage = await _scores(gateway, request, body, pairs, "documents")
+    request_id, scores, usage = await _scores(gateway, request, body, pairs, "documents", "rerank")
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     shows = body.return_documents is not False
     results = [
@@ -113,16 +113,16 @@ async def rerank(gateway: Gateway, request: Request, body: RerankBody) -> Respon
         for index in best
     ]
     return json_response(
-        {"id": gateway.new_id("rerank"), "model": gateway.card.name, "results": results, "usage": _usage(usage)}
+        {"id": request_id, "model": gateway.card.name, "results": results, "usage": _usage(usage)}
     )
 
 
 async def score(gateway: Gateway, request: Request, body: ScoreBody) -> Response:
-    scores, usage = await _scores(gateway, request, body, body.pairs(), "text_2")
+    request_id, scores, usage = await _scores(gateway, request, body, body.pairs(), "text_2", "score")
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
     return json_response(
         {
-            "id": gateway.new_id("score"), "object": "list", "created": int(gateway.wall_clock()),
+            "id": request_id, "object": "list", "created": int(gateway.wall_clock()),
             "model": gateway.card.name, "data": data, "usage": _usage(usage),
         }
     )  # fmt: skip
@@ -133,15 +133,15 @@ def _usage(usage: Usage) -> dict[str, int]:
 
 
 async def _scores(
-    gateway: Gateway, request: Request, body: _RankingBody, pairs: Sequence[tuple[str, str]], param: str
-) -> tuple[list[float], Usage]:
-    """`param` has the documents. Raises InvalidRequest."""
+    gateway: Gateway, request: Request, body: _RankingBody, pairs: Sequence[tuple[str, str]], param: str, prefix: str
+) -> tuple[str, list[float], Usage]:
+    """`param` has the documents, `prefix` begins the answer's id, which comes first. Raises InvalidRequest."""
     if body.by_embedding(gateway):
         texts = list(dict.fromkeys(chain.from_iterable(pairs)))
         asked = body.asked(param, pooling=gateway.texts.config.pooling)
-        vectors, usage = await vectors_of(gateway, request, texts, asked)
+        request_id, vectors, usage = await vectors_of(gateway, request, texts, asked, prefix=prefix)
         vector_of = dict(zip(texts, vectors, strict=True))
-        return [float(vector_of[query] @ vector_of[document]) for query, document in pairs], usage
+        return request_id, [float(vector_of[query] @ vector_of[document]) for query, document in pairs], usage
     labels, repeated = await _yes_and_no(gateway), body.instruction or ""
     num_chars = sum(len(repeated) + len(query) + len(document) for query, document in pairs)
     if num_chars > (most := gateway.http.max_body_bytes):  # a query is read with each document
@@ -149,13 +149,13 @@ async def _scores(
         raise InvalidRequest(f"{problem}: one request may make {most}, send fewer at a time", param=param)
     asked = body.asked(param, temperature=0.0, logprobs=0, label_token_ids=labels)
     prompts = [await _prompt(gateway, query, document, body.instruction, param) for query, document in pairs]
-    ask = text_request(gateway, request, "score", asked, prompts)
+    ask = text_request(gateway, request, prefix, asked, prompts)
     answer = collect(gateway.answer(ask, track_of(request)), ask)
     choices, usage = await while_connected(request.scope, request.receive, answer)
     odds = [_odds(choice, labels) for choice in choices]
     if body.use_activation is False:
-        return odds, usage
-    return [1 / (1 + math.exp(min(-value, _MOST_ODDS))) for value in odds], usage
+        return ask.request_id, odds, usage
+    return ask.request_id, [1 / (1 + math.exp(min(-value, _MOST_ODDS))) for value in odds], usage
 
 
 async def _yes_and_no(gateway: Gateway) -> tuple[int, ...]:

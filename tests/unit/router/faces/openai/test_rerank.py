@@ -68,6 +68,7 @@ async def test_pairs_have_a_score_each(
     tokenizer: Tokenizer, first: str | Sequence[str], second: str | Sequence[str], num_scores: int
 ) -> None:
     [reply], generate = await replies(tokenizer, "/v1/score", {"text_1": first, "text_2": second})
+    assert [job.request_id for job in generate.jobs] == [f"{reply.json()['id']}-{n}" for n in range(num_scores)]
     assert [row["index"] for row in reply.json()["data"]] == list(range(num_scores))
     assert all(0 < row["score"] < 1 for row in reply.json()["data"])
     assert len(generate.jobs) == num_scores
@@ -83,6 +84,7 @@ async def test_an_embedder_compares_vectors(tokenizer: Tokenizer) -> None:
     assert [row["index"] for row in reply.json()["results"]] == [0, 1, 2], "of equal ones the first is first"
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "instruction")
     assert (raw.status_code, raw.json()["error"]["param"]) == (400, "use_activation")
+    assert generate.jobs[0].request_id == f"{reply.json()['id']}-0"
     assert [job.sampling.pooling for job in generate.jobs[:2]] == ["last"] * 2, "equal texts are computed once"
     assert (chosen.status_code, chosen.json()["error"]["code"]) == (503, "unavailable"), "its worker knows no labels"
 
