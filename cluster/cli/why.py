@@ -204,7 +204,7 @@ def _shadow(one: View) -> str:
 
 def _timeline(events: Sequence[View], is_vector: bool) -> Sheet:
     table = Sheet("", "at", "what", "", prose=("",))
-    of_answers = {"max_tokens", "tokens", "reason", "decode"} if is_vector else set()
+    of_answers = {"max_tokens", "tokens", "reason"} if is_vector else set()
     for event in events:
         facts = {name: value for name, value in event.items() if name not in {"at_s", "what"} | of_answers}
         what = "vector computed" if is_vector and event["what"] == "first token" else event["what"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from router.routing.decision import Decision
 from router.routing.request_seconds import LatencyEstimate
 from router.traces.request_trace import DecisionRecord, RequestTrace
 from router.traces.shadow import ShadowPolicy
@@ -33,7 +32,7 @@ def summary(record: RequestTrace, wall_offset_s: float) -> View:
         "seconds": _since(record, timestamps.ended_s),
         "policy": choice.decision.policy if choice else None,
         "prefill": choice.decision.prefill if choice else None,
-        "decode": _decode(record, choice.decision) if choice else None,
+        "decode": record.decodes_at(choice.decision) if choice else None,
         "embedding": bool(record.job.sampling.pooling),
         "decisions": len(record.choices),
         "failures": record.num_failures,
@@ -73,7 +72,7 @@ def _choice(record: RequestTrace, choice: DecisionRecord) -> View:
         "at_s": choice.at_s - record.arrived_s,
         "policy": decision.policy,
         "prefill": decision.prefill,
-        "decode": _decode(record, decision),
+        "decode": record.decodes_at(decision),
         "single_worker": decision.single_worker,
         "cost_unit": decision.cost_unit,
         "expected": choice.estimate,
@@ -95,11 +94,6 @@ def _choice(record: RequestTrace, choice: DecisionRecord) -> View:
         ],
         "measured": _measured(record, choice.estimate) if choice is record.choices[-1] else None,
     }
-
-
-def _decode(record: RequestTrace, decision: Decision) -> str | None:
-    """No worker decodes a vector that a prefill worker computes."""
-    return None if decision.prefill is not None and not record.job.sampling.needs_decode else decision.decode
 
 
 def _measured(record: RequestTrace, expected: LatencyEstimate) -> View:

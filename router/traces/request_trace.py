@@ -138,7 +138,12 @@ class RequestTrace:
         facts: dict[str, Fact] = {"single_worker": str(decision.single_worker)} if decision.single_worker else {}
         if choice.estimate.num_host_tokens:
             facts["host_tokens"] = choice.estimate.num_host_tokens
-        self.note(EventKind.DECIDED, choice.at_s, prefill=decision.prefill or "", decode=decision.decode, **facts)
+        prefill, decode = decision.prefill or "", self.decodes_at(decision) or ""
+        self.note(EventKind.DECIDED, choice.at_s, prefill=prefill, decode=decode, **facts)
+
+    def decodes_at(self, decision: Decision) -> str | None:
+        """No worker decodes a vector or labels that a prefill worker computes."""
+        return None if decision.prefill is not None and not self.job.sampling.needs_decode else decision.decode
 
     def took(self, num_tokens: int, num_cached_tokens: int, now: float) -> None:
         timestamps = self.timestamps

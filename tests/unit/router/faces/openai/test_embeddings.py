@@ -82,4 +82,7 @@ async def test_what_a_prompt_alone_answers_needs_no_decode_worker(cluster: Clust
     [request] = cluster["p0"].submitted
     assert (request.sampling, request.ticket) == (asked.sampling, None)
     assert not cluster["d0"].submitted
+    [trace] = cluster.router.routing.records.recent(1)
+    [(prefill, decode)] = [(one.facts["prefill"], one.facts["decode"]) for one in trace.events if "decode" in one.facts]
+    assert (prefill, decode) == ("p0", "")
     assert not cluster["d0"].reserved
