@@ -18,11 +18,13 @@ from router.text.chat_template import ChatTemplate, Message
 from router.text.grammar.checker import GrammarChecks
 from router.text.model_card import ModelCard
 from router.text.reasoning import Reasoning
-from router.text.sampling_request import check_length
+from router.text.sampling_request import SamplingRequest, check_length
 from router.text.tokenizer import Tokenizer
 from router.text.tools.formats import ToolFormat, format_of, tag_tokens
 
 log = logging.getLogger("baton.router")
+
+_UNNAMED = SamplingRequest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +62,17 @@ class ModelTexts:
         return self.template is not None and self.template.shows_tools and self.tool_format is not None
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool | None = None, split_special_tokens: bool | None = None
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool | None = None,
+        split_special_tokens: bool | None = None,
+        asked: SamplingRequest = _UNNAMED,
     ) -> list[tuple[int, ...]]:
         """Raises ContextLengthExceeded before it reads a text that cannot fit."""
-        for text in texts:
-            check_length(self.tokenizer.min_tokens(text), self.card, is_least=True)
+        for index, text in enumerate(texts):
+            param = asked.prompt_name(index, len(texts))
+            check_length(self.tokenizer.min_tokens(text), self.card, param=param, is_least=True)
         add_special_tokens = add_special_tokens is not False
         if self.config.split_special_tokens if split_special_tokens is None else split_special_tokens:
             controls = self.tokenizer.controls if self.template is None else self.template.controls

@@ -114,7 +114,9 @@ def _check_prompts(prompts: list[Any], card: ModelCard, param: str) -> None:
         return
     if len(prompts) > MAX_CHOICES:
         raise InvalidRequest(f"'{param}' has {len(prompts)} prompts: it must have at most {MAX_CHOICES}", param=param)
-    check_length(max((len(one) for one in prompts if isinstance(one, list)), default=0), card, param=param)
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, list):
+            check_length(len(prompt), card, param=param if len(prompts) == 1 else f"{param}[{index}]")
 
 
 def _too_many(param: str, what: str, most: int, card: ModelCard) -> ContextLengthExceeded:
@@ -379,9 +381,15 @@ def parse_body(found: Mapping[str, Any], kind: type[_Body]) -> _Body:
 
 
 def _refused(error: ValidationError, kind: type[Body]) -> InvalidRequest:
-    """The first error. In a list of parts, the wrong part is named, not the alternative that it is no string."""
+    """The first error. What is wrong in a part or an object is named, not the alternative that it is no string."""
     errors = error.errors(include_url=False, include_context=False)
-    first = max(errors, key=lambda one: sum(_PARTS.match(str(step)) is not None for step in one["loc"][:-1]))
+    first = max(
+        errors,
+        key=lambda one: (
+            sum(_PARTS.match(str(step)) is not None for step in one["loc"][:-1]),
+            not (one["type"] == "string_type" and isinstance(one["input"], dict)),
+        ),
+    )
     is_unknown = first["type"] == "extra_forbidden"
     path, owner, expected = _place(first["loc"], kind, is_unknown=is_unknown)
     if is_unknown:
@@ -412,6 +420,8 @@ def _place(loc: tuple[int | str, ...], kind: type[Body], *, is_unknown: bool) ->
             expected = "an object" if members else expected
         elif step in members:
             owner = members[step]
+        elif step == "str" and members and isinstance(loc[number - 2], int):
+            expected = "a string or an object"
         elif (field := field_of(owner, step)) is not None:
             path, expected = _joined(path, step), field.description
             members = {member.__name__: member for member in _bodies(field.annotation)}
@@ -444,7 +454,7 @@ def shown(value: Any) -> str:
         case dict():
             return "an object"
         case list():
-            return "a list" if value else "an empty list"
+            return f"a list of {len(value)}" if value else "an empty list"
         case str():
             return f"the string {value[:60]!r}{'...' if len(value) > 60 else ''}"
         case _:

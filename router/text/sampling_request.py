@@ -35,7 +35,7 @@ _AS_THE_WORKER = SpeculationParams()
 class SamplingRequest(Value, frozen=True, kw_only=True):
     """None: not given. A `silent` request has no answer: its prompt is computed, for logprobs or a vector.
 
-    `names`: the client's names for fields that differ from ours (`top_logprobs`).
+    `names`: the client's names for fields that differ from ours (`top_logprobs`), and for a prompt ("prompt[2]").
     """
 
     temperature: float | None = None
@@ -68,6 +68,10 @@ class SamplingRequest(Value, frozen=True, kw_only=True):
     tells_progress: bool = False
     speculation: SpeculationParams = SpeculationParams()
     names: Mapping[str, str] = {}
+
+    def prompt_name(self, index: int, num_prompts: int) -> str:
+        param = self.names.get("prompt", "prompt")
+        return self.names.get(f"prompt[{index}]", param if num_prompts == 1 else f"{param}[{index}]")
 
 
 class TextRequest(Value, frozen=True, kw_only=True):
@@ -166,7 +170,7 @@ def check_length(
         return
     if num_asked is None:
         least = "at least " if is_least else ""
-        message = f"your {param} resulted in {least}{num_tokens} tokens, which leaves no room for an answer"
+        message = f"your {param} resulted in {least}{num_tokens} tokens, of which at most {longest - 1} fit"
     else:
         message = f"you requested {num_tokens + num_asked} ({num_tokens} in the {param}, {num_asked} in the completion)"
     raise ContextLengthExceeded(
@@ -221,7 +225,8 @@ def _check(request: SamplingRequest, prompts: Sequence[tuple[int, ...]], card: M
     if len(prompts) * request.n > MAX_CHOICES:
         problem = f"{len(prompts)} prompts with n = {request.n} make {len(prompts) * request.n} choices"
         raise InvalidRequest(f"{problem}: one request may ask for 1 to {MAX_CHOICES}", param=param)
-    for prompt in prompts:
+    for index, prompt in enumerate(prompts):
+        param = request.prompt_name(index, len(prompts))
         if not prompt:
             raise InvalidRequest(f"'{param}' is empty and this model has no start token: give it text", param=param)
         for token_id in (min(prompt), max(prompt)):

@@ -26,7 +26,7 @@ from router.faces.openai.reply import (
 from router.gateway import Gateway
 from router.http.sse import EventStream
 from router.text.detokenizer import Detokenizer
-from router.text.sampling_request import TextRequest
+from router.text.sampling_request import SamplingRequest, TextRequest
 from router.text.text_stream import TextDelta, Usage
 from router.text.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ async def completions(gateway: Gateway, request: Request, body: CompletionBody) 
         await gateway.texts.grammars.check(grammar, param="structured_outputs")
         sampling = replace(sampling, grammar=grammar)
     special = {"add_special_tokens": body.add_special_tokens, "split_special_tokens": body.split_special_tokens}
-    prompts = await prompts_of(gateway, body.prompt, **special)
+    prompts = await prompts_of(gateway, body.prompt, sampling, **special)
     ask = text_request(gateway, request, "cmpl", sampling, [prompt.ids for prompt in prompts])
     return await send(_CompletionRenderer(gateway, body, ask, prompts), request, stream=body.stream)
 
@@ -57,6 +57,7 @@ class CompletionPrompt:
 async def prompts_of(
     gateway: Gateway,
     prompt: str | Sequence[str | int | list[int]],
+    asked: SamplingRequest,
     *,
     add_special_tokens: bool | None = None,
     split_special_tokens: bool | None = None,
@@ -67,7 +68,7 @@ async def prompts_of(
         return [CompletionPrompt(ids=tuple(one for one in given if isinstance(one, int)))]
     texts = [one for one in given if isinstance(one, str)]
     encoded = await gateway.texts.encode(
-        texts, add_special_tokens=add_special_tokens, split_special_tokens=split_special_tokens
+        texts, add_special_tokens=add_special_tokens, split_special_tokens=split_special_tokens, asked=asked
     )
     prompts = [CompletionPrompt(ids=ids, text=text) for ids, text in zip(encoded, texts, strict=True)]
     return prompts or [CompletionPrompt(ids=tuple(one)) for one in given if isinstance(one, list)]

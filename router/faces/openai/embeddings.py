@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -39,11 +39,11 @@ class SilentBody(Body):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
     max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
 
-    def asked(self, prompt: str, **more: Any) -> SamplingRequest:
+    def asked(self, prompt: str, names: Mapping[str, str] | None = None, **more: Any) -> SamplingRequest:
         """`prompt`: the parameter that has the prompts."""
         own = ("priority", "cache_salt", "max_ttft_ms")
         given = {name: value for name in own if (value := getattr(self, name)) is not None}
-        return SamplingRequest(**given, **more, silent=True, names={"prompt": prompt})
+        return SamplingRequest(**given, **more, silent=True, names={"prompt": prompt, **(names or {})})
 
 
 class EmbeddingBody(SilentBody):
@@ -94,13 +94,13 @@ async def vectors_of(
     dimensions: int | None = None,
     prefix: str = "embd",
 ) -> tuple[str, list[Vector], Usage]:
-    """The request's id, which begins with `prefix`, and the vectors of prompts, of length 1, cut to `dimensions`. Raises
+    """The request's id, which begins with `prefix`, and vectors of prompts, of length 1, cut to `dimensions`. Raises
     InvalidRequest."""
     if not given and not isinstance(given, str):
         raise InvalidRequest(f"'input' is an empty list: give 1 to {MAX_CHOICES} prompts", param="input")
     if size := gateway.card.vector_size:
         _check_dimensions(dimensions, size)
-    prompts = await prompts_of(gateway, given)
+    prompts = await prompts_of(gateway, given, sampling)
     ask = text_request(gateway, request, prefix, sampling, [prompt.ids for prompt in prompts])
     answer = collect(gateway.answer(ask, track_of(request)), ask)
     found, usage = await while_connected(request.scope, request.receive, answer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -105,20 +105,18 @@ class ScoreBody(_RankingBody):
 async def rerank(gateway: Gateway, request: Request, body: RerankBody) -> Response:
     documents = [document if isinstance(document, str) else document.text for document in body.documents]
     pairs = [(body.query, document) for document in documents]
-    request_id, scores, usage = await _scores(gateway, request, body, pairs, "documents", "rerank")
+    request_id, scores, usage = await _scores(gateway, request, body, pairs, ("query", "documents"), "rerank")
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     shows = body.return_documents is not False
     results = [
         {"index": index, "relevance_score": scores[index]} | ({"document": {"text": documents[index]}} if shows else {})
         for index in best
     ]
-    return json_response(
-        {"id": request_id, "model": gateway.card.name, "results": results, "usage": _usage(usage)}
-    )
+    return json_response({"id": request_id, "model": gateway.card.name, "results": results, "usage": _usage(usage)})
 
 
 async def score(gateway: Gateway, request: Request, body: ScoreBody) -> Response:
-    request_id, scores, usage = await _scores(gateway, request, body, body.pairs(), "text_2", "score")
+    request_id, scores, usage = await _scores(gateway, request, body, body.pairs(), ("text_1", "text_2"), "score")
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
     return json_response(
         {
@@ -132,13 +130,28 @@ def _usage(usage: Usage) -> dict[str, int]:
     return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens, "completion_tokens": 0}
 
 
+def _named(sides: tuple[str, str], pairs: Sequence[tuple[str, str]]) -> Iterator[list[str]]:
+    """The parameters of each pair's texts."""
+    varies = [len(set(texts)) > 1 for texts in zip(*pairs, strict=True)]
+    for index in range(len(pairs)):
+        yield [f"{side}[{index}]" if many else side for side, many in zip(sides, varies, strict=True)]
+
+
 async def _scores(
-    gateway: Gateway, request: Request, body: _RankingBody, pairs: Sequence[tuple[str, str]], param: str, prefix: str
+    gateway: Gateway,
+    request: Request,
+    body: _RankingBody,
+    pairs: Sequence[tuple[str, str]],
+    sides: tuple[str, str],
+    prefix: str,
 ) -> tuple[str, list[float], Usage]:
-    """`param` has the documents, `prefix` begins the answer's id, which comes first. Raises InvalidRequest."""
+    """`sides` are the pairs' parameters, `prefix` begins the answer's id, which comes first. Raises InvalidRequest."""
+    named, param = list(_named(sides, pairs)), sides[1]
     if body.by_embedding(gateway):
+        name_of = dict(reversed([*zip(chain.from_iterable(pairs), chain.from_iterable(named), strict=True)]))
         texts = list(dict.fromkeys(chain.from_iterable(pairs)))
-        asked = body.asked(param, pooling=gateway.texts.config.pooling)
+        names = {f"prompt[{index}]": name_of[text] for index, text in enumerate(texts)}
+        asked = body.asked(param, names, pooling=gateway.texts.config.pooling)
         request_id, vectors, usage = await vectors_of(gateway, request, texts, asked, prefix=prefix)
         vector_of = dict(zip(texts, vectors, strict=True))
         return request_id, [float(vector_of[query] @ vector_of[document]) for query, document in pairs], usage
@@ -147,8 +160,10 @@ async def _scores(
     if num_chars > (most := gateway.http.max_body_bytes):  # a query is read with each document
         problem = f"'{param}' makes prompts of {num_chars} characters"
         raise InvalidRequest(f"{problem}: one request may make {most}, send fewer at a time", param=param)
-    asked = body.asked(param, temperature=0.0, logprobs=0, label_token_ids=labels)
-    prompts = [await _prompt(gateway, query, document, body.instruction, param) for query, document in pairs]
+    blamed = [first if "[" in first and "[" not in second else second for first, second in named]
+    names = {f"prompt[{index}]": name for index, name in enumerate(blamed)}
+    asked = body.asked(param, names, temperature=0.0, logprobs=0, label_token_ids=labels)
+    prompts = [await _prompt(gateway, *pair, body.instruction, name) for pair, name in zip(pairs, blamed, strict=True)]
     ask = text_request(gateway, request, prefix, asked, prompts)
     answer = collect(gateway.answer(ask, track_of(request)), ask)
     choices, usage = await while_connected(request.scope, request.receive, answer)

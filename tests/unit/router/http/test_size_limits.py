@@ -51,7 +51,7 @@ def unvalidated(monkeypatch: pytest.MonkeyPatch) -> None:
         ("/tokenize", {"messages": [SAID] * 257}, "messages", "at most 256"),
         ("/detokenize", {"tokens": [5] * 257}, "tokens", "257 token ids: at most 256"),
         ("/v1/completions", {"prompt": [5] * 256}, "prompt", "resulted in 256 tokens"),
-        ("/v1/completions", {"prompt": [[5], [5] * 256]}, "prompt", "resulted in 256 tokens"),
+        ("/v1/completions", {"prompt": [[5], [5] * 256]}, "prompt[1]", "resulted in 256 tokens"),
     ],
 )
 async def test_oversized_input_is_refused_before_validation(

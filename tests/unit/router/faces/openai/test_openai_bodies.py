@@ -151,7 +151,7 @@ def test_an_answer_of_ours_may_be_sent_back() -> None:
         ({"n": 1e30}, "n", "it must be an integer"),
         ({"stream": "yes"}, "stream", "it must be true or false"),
         ({"stop": 5}, "stop", "is 5: it must be a string or a list of at most 32 strings"),
-        ({"stop": [1]}, "stop", "is a list: it must be a string or a list of at most 32 strings"),
+        ({"stop": [1]}, "stop", "is a list of 1: it must be a string or a list of at most 32 strings"),
         ({"logit_bias": {"5": "x"}}, "logit_bias.5", "an object from at most 1024 token ids to numbers"),
         ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias", "from at most 1024 token ids"),
         ({"logit_bias": []}, "logit_bias", "is an empty list: it must be an object"),

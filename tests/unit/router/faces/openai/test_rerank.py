@@ -95,6 +95,15 @@ async def test_an_embedder_compares_vectors(tokenizer: Tokenizer) -> None:
         ("/v1/rerank", {"query": "q", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "q", "documents": ["d"] * 2049}, "documents"),
         ("/v1/rerank", {"query": "q", "documents": ["d", 5]}, "documents[1]"),
+        ("/v1/rerank", {"query": "q", "documents": ["d", {"title": "x"}]}, "documents[1].text"),
+        ("/v1/rerank", {"query": "q", "documents": ["d", {"text": 5}]}, "documents[1].text"),
+        ("/v1/rerank", {"query": "q", "documents": ["d", "e" * 400]}, "documents[1]"),
+        ("/v1/rerank", {"query": "q", "documents": ["d", "e" * 9999]}, "documents[1]"),
+        ("/v1/rerank", {"query": "q", "documents": ["d", "d", "e" * 600], "method": "embedding"}, "documents[2]"),
+        ("/v1/rerank", {"query": "q" * 600, "documents": ["d", "e"], "method": "embedding"}, "query"),
+        ("/v1/score", {"text_1": "q", "text_2": ["d", "e" * 400]}, "text_2[1]"),
+        ("/v1/score", {"text_1": ["d", "e" * 400], "text_2": "q"}, "text_1[1]"),
+        ("/v1/score", {"text_1": ["d", "f"], "text_2": ["q", "e" * 600], "method": "embedding"}, "text_2[1]"),
         ("/v1/rerank", {"query": "q", "documents": ["d"], "top_n": -1}, "top_n"),
         ("/v1/rerank", {"query": "q", "documents": ["d" * 9999]}, "documents"),
         ("/v1/rerank", {"query": "q" * 100, "documents": ["d"] * 299}, "documents"),
@@ -112,6 +121,8 @@ async def test_what_cannot_be_ranked_is_named(
     tokenizer: Tokenizer, path: str, body: dict[str, Any], param: str
 ) -> None:
     [reply], generate = await replies(tokenizer, path, body)
+    if len(body.get("documents", ())) > 2048:
+        assert "2049" in reply.json()["error"]["message"]
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
     assert not generate.jobs
 
