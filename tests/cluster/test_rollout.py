@@ -92,17 +92,17 @@ async def ready(deploy: Callable[..., Deployed], address: str) -> Deployed:
         "--worker", address,
     )  # fmt: skip
     url = await asyncio.to_thread(lambda: pod.url)
-    async with asking(url) as client, asyncio.timeout(60):
+    async with asking(url) as client, asyncio.timeout(250):
         while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110 - asked over HTTP
             await asyncio.sleep(0.05)
     return pod
 
 
-async def all_run(*urls: str) -> None:
-    """Returns when every client has a stream under way."""
-    async with asking() as client, asyncio.timeout(60):
+async def all_run(*urls: str, least: int = NUM_STREAMS) -> None:
+    """Returns when every client has a stream under way, or the least number of them that is given."""
+    async with asking() as client, asyncio.timeout(250):
         num_running = 0.0
-        while num_running < NUM_STREAMS:
+        while num_running < least:
             pages = [(await client.get(f"{url}/metrics")).text for url in urls]
             matches = [re.search(r"^baton_requests_in_flight{.*completions.*} (\S+)$", page, re.M) for page in pages]
             num_running = sum(float(match[1]) for match in matches if match)
