@@ -37,6 +37,9 @@ log = logging.getLogger("baton.cluster")
 
 LAST_WORDS_S = 1.0  # time for an error to reach a client that is cut off
 DATE_PERIOD_S = 1.0
+IDLE_S = 75
+"""A connection without a request is kept for longer than clients (httpx: 5 s) and load balancers (mostly 60 s) keep it:
+else one that sends at that moment finds it closed."""
 
 
 class _Server(uvicorn.Server):
@@ -119,7 +122,7 @@ class GatewayServer:
         self._sockets = [listening] if own is None else [listening, own]
         self.ports = tuple(replica_ports)
         app = create_models_app(gateways, self.registry)
-        self._http = _Server(_settings(app, ssl_certfile=tls.cert or None, ssl_keyfile=tls.key or None))
+        self._http = _Server(server_settings(app, ssl_certfile=tls.cert or None, ssl_keyfile=tls.key or None))
         self._grpc = GrpcFace(
             front_of(gateways, self.registry), host=config.host, port=config.grpc_port, tls=tls,
             is_shared=own is not None,
@@ -194,9 +197,18 @@ class GatewayServer:
                 one.close()
 
 
-def _settings(app: Any, **further: Any) -> uvicorn.Config:
+def server_settings(app: Any, **further: Any) -> uvicorn.Config:
     protocol: Any = partial(HttpProtocol, crowded=RareLog(log))
-    return uvicorn.Config(app, http=protocol, ws="none", lifespan="off", access_log=False, log_config=None, **further)
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        timeout_keep_alive=IDLE_S,
+        **further,
+    )
 
 
 def _register_expiry(registry: CollectorRegistry, tls: FaceTls, peers: PeerTls) -> None:

@@ -81,7 +81,7 @@ async def rolled(client: httpx.AsyncClient, **order: Any) -> dict[str, Any]:
 
 
 async def test_a_roll_under_50_streams_drops_none_and_mixes_none(deployed: Deployed, other_model: Path) -> None:
-    async with httpx.AsyncClient(base_url=deployed.url, timeout=120.0) as client:
+    async with httpx.AsyncClient(base_url=deployed.url, timeout=300.0) as client:
         streams, over = RolledStreams(client), asyncio.Event()
         old = await streams.all()
         running = [asyncio.create_task(streams.run(number, over)) for number in range(NUM_STREAMS)]
@@ -103,7 +103,7 @@ async def test_a_roll_under_50_streams_drops_none_and_mixes_none(deployed: Deplo
 
 
 async def test_a_roll_to_settings_that_cannot_be_goes_back_by_itself(deployed: Deployed) -> None:
-    async with httpx.AsyncClient(base_url=deployed.url, timeout=120.0) as client:
+    async with httpx.AsyncClient(base_url=deployed.url, timeout=300.0) as client:
         streams = RolledStreams(client)
         before = {worker["worker_id"]: worker["info"]["revision"] for worker in deployed.status()["workers"]}
         old = await streams.all()
@@ -117,7 +117,7 @@ async def test_a_roll_to_settings_that_cannot_be_goes_back_by_itself(deployed: D
 
 
 async def test_an_aborted_roll_goes_back_under_streams(deployed: Deployed) -> None:
-    async with httpx.AsyncClient(base_url=deployed.url, timeout=120.0) as client:
+    async with httpx.AsyncClient(base_url=deployed.url, timeout=300.0) as client:
         streams, over = RolledStreams(client), asyncio.Event()
         before = {worker["info"]["revision"] for worker in deployed.status()["workers"]}
         old = await streams.all()
