@@ -33,7 +33,7 @@ from router.router_config import HttpConfig, RouterConfig
 from router.streaming.token_sink import TokenSink, compiled
 from router.text.model_card import ModelCard
 from router.text.sampling_request import TextRequest
-from router.text.text_stream import TextDelta, UsageCounter, answer
+from router.text.text_stream import MAX_WAITING, TextDelta, UsageCounter, answer
 
 log = logging.getLogger("baton.gateway")
 
@@ -51,6 +51,7 @@ class Gateway:
     - `models`: every model behind this address, this one first; empty if there is only one
     - `beside`: the other models behind this address, if this gateway answers for its own model only
     - `scraped`: the registry of /metrics, None for that of `metrics`
+    - `max_waiting`: choices of one request that wait for their first token at a time
     """
 
     texts: ModelTexts
@@ -73,6 +74,7 @@ class Gateway:
     models: tuple[Gateway, ...] = ()
     beside: tuple[Gateway, ...] = ()
     scraped: CollectorRegistry | None = None
+    max_waiting: int = MAX_WAITING
 
     @property
     def card(self) -> ModelCard:
@@ -221,7 +223,7 @@ class Gateway:
         try:
             for observer in self.observers:
                 observer.began(request)
-            pieces = answer(self.generate, ask, self.texts.tokenizer.vocabulary, sinks)
+            pieces = answer(self.generate, ask, self.texts.tokenizer.vocabulary, sinks, self.max_waiting)
             try:
                 with pace.running():
                     async for piece in pieces:
@@ -263,4 +265,5 @@ def open_gateway(
         http=replace(config.http, hosts=f"{config.host}, {config.http.hosts}"),
         generate=generate,
         fleet=fleet,
+        max_waiting=max(1, min(config.admission.max_queued, MAX_WAITING)),
     )

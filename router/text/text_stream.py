@@ -110,8 +110,16 @@ class UsageCounter:
         )
 
 
+MAX_WAITING = 256
+"""Choices of one request that wait for their first token at a time: a long list does not fill the queue."""
+
+
 def answer(
-    generate: Generate, ask: TextRequest, vocabulary: Vocabulary, sinks: Sequence[TokenSink] = ()
+    generate: Generate,
+    ask: TextRequest,
+    vocabulary: Vocabulary,
+    sinks: Sequence[TokenSink] = (),
+    max_waiting: int = MAX_WAITING,
 ) -> AsyncGenerator[TextDelta, None]:
     """Yields the pieces of all choices, each choice's in order. A choice's pieces count what its sink has written,
     without its text. Closing it early closes every job. Raises what `generate` raises, after closing the other
@@ -122,7 +130,7 @@ def answer(
         _text_deltas(generate, ask, index, vocabulary, sinks[index] if sinks else None)
         for index in range(len(ask.jobs))
     ]
-    return _merged(streams, sinks)
+    return _merged(streams, sinks, asyncio.Semaphore(max_waiting))
 
 
 async def collect(pieces: AsyncGenerator[TextDelta, None], ask: TextRequest) -> tuple[list[TextDelta], Usage]:
@@ -171,16 +179,23 @@ async def _text_deltas(
 
 
 async def _merged(
-    streams: Sequence[AsyncGenerator[TextDelta, None]], sinks: Sequence[TokenSink]
+    streams: Sequence[AsyncGenerator[TextDelta, None]], sinks: Sequence[TokenSink], waiting: asyncio.Semaphore
 ) -> AsyncGenerator[TextDelta, None]:
     arrived: asyncio.Queue[TextDelta | asyncio.Task[None]] = asyncio.Queue()
 
+    def put(piece: TextDelta) -> None:
+        if sinks:
+            sinks[piece.index].enqueue()
+        arrived.put_nowait(piece)
+
     async def pump(stream: AsyncGenerator[TextDelta, None]) -> None:
         async with aclosing(stream) as pieces:
+            async with waiting:
+                first = await anext(pieces, None)
+            if first is not None:
+                put(first)
             async for piece in pieces:
-                if sinks:
-                    sinks[piece.index].enqueue()
-                arrived.put_nowait(piece)
+                put(piece)
 
     clock = asyncio.get_running_loop().time
     tasks = [asyncio.create_task(pump(stream)) for stream in streams]

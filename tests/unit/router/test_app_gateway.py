@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -16,8 +18,8 @@ from protos.model_files.folder import FolderFiles
 from router.gateway import Gateway, open_gateway
 from router.text.bounded_template import BoundedTemplate
 from router.text.model_card import ModelCard
-from tests.unit.router.fake_cluster import router_config
-from tests.unit.router.scripted import Crew, Scripted, saying
+from tests.unit.router.fake_cluster import Cluster, router_config
+from tests.unit.router.scripted import Crew, Scripted, saying, serving
 
 DEMO = Path(__file__).parents[3] / "demo" / "model"
 TALK = [
@@ -128,3 +130,17 @@ def test_a_recommendation_that_no_request_may_have_is_refused(name: str, value: 
     with pytest.raises(BadCheckpoint) as refused:
         ModelCard.load(FolderFiles(tmp_path), "m")
     assert refused.value.param == name
+
+
+@pytest.mark.parametrize("max_queued", [0, 2])
+async def test_prompts_of_one_request_do_not_fill_the_queue(max_queued: int) -> None:
+    cluster = Cluster(max_queued=max_queued, max_backlog=1)
+    config = replace(cluster.config, model_path=DEMO, model_name="demo")
+    gateway = open_gateway(config, generate=cluster.router.admission, fleet=cluster.fleet, max_model_len=512)
+    try:
+        await cluster.add("p0", "d0")
+        async with serving(gateway) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+            reply = await http.post("/v1/embeddings", json={"model": "demo", "input": ["hello"] * 20})
+    finally:
+        await cluster.close()
+    assert (reply.status_code, len(reply.json().get("data", ()))) == (200, 20)
