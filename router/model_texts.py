@@ -24,8 +24,6 @@ from router.text.tools.formats import ToolFormat, format_of, tag_tokens
 
 log = logging.getLogger("baton.router")
 
-_UNNAMED = SamplingRequest()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTexts:
@@ -67,11 +65,11 @@ class ModelTexts:
         *,
         add_special_tokens: bool | None = None,
         split_special_tokens: bool | None = None,
-        asked: SamplingRequest = _UNNAMED,
+        asked: SamplingRequest | None = None,
     ) -> list[tuple[int, ...]]:
         """Raises ContextLengthExceeded before it reads a text that cannot fit."""
         for index, text in enumerate(texts):
-            param = asked.prompt_name(index, len(texts))
+            param = (asked or SamplingRequest()).prompt_name(index, len(texts))
             check_length(self.tokenizer.min_tokens(text), self.card, param=param, is_least=True)
         add_special_tokens = add_special_tokens is not False
         if self.config.split_special_tokens if split_special_tokens is None else split_special_tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -39,11 +39,12 @@ class SilentBody(Body):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256, description="1 to 256 characters")
     max_ttft_ms: float | None = ranged("max_ttft_ms", "a number of milliseconds")
 
-    def asked(self, prompt: str, names: Mapping[str, str] | None = None, **more: Any) -> SamplingRequest:
-        """`prompt`: the parameter that has the prompts."""
+    def asked(self, prompt: str, each: Sequence[str] = (), **more: Any) -> SamplingRequest:
+        """`prompt`: the parameter that has the prompts, `each`: the names of each."""
         own = ("priority", "cache_salt", "max_ttft_ms")
         given = {name: value for name in own if (value := getattr(self, name)) is not None}
-        return SamplingRequest(**given, **more, silent=True, names={"prompt": prompt, **(names or {})})
+        names = {"prompt": prompt} | {f"prompt[{index}]": name for index, name in enumerate(each)}
+        return SamplingRequest(**given, **more, silent=True, names=names)
 
 
 class EmbeddingBody(SilentBody):

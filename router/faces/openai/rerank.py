@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -48,6 +47,7 @@ class RankedDocument(OpenBody):
 class _RankingBody(SilentBody):
     """`instruction` and `method` are Baton's own, `use_activation` is vLLM's."""
 
+    prefix: ClassVar[str] = "score"
     harmless: ClassVar[Mapping[str, Harmless]] = {
         "encoding_format": one_of("float", why="scores are numbers"),
         "label_token_ids": never("the model's yes and no are compared"),
@@ -75,6 +75,7 @@ class _RankingBody(SilentBody):
 
 
 class RerankBody(_RankingBody):
+    prefix: ClassVar[str] = "rerank"
     query: str = Field(description="a string")
     documents: Annotated[list[str | RankedDocument], FirstWrong(), at_most(MAX_CHOICES)] = Field(
         min_length=1,
@@ -105,7 +106,7 @@ class ScoreBody(_RankingBody):
 async def rerank(gateway: Gateway, request: Request, body: RerankBody) -> Response:
     documents = [document if isinstance(document, str) else document.text for document in body.documents]
     pairs = [(body.query, document) for document in documents]
-    request_id, scores, usage = await _scores(gateway, request, body, pairs, ("query", "documents"), "rerank")
+    request_id, scores, usage = await _scores(gateway, request, body, pairs, ("query", "documents"))
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
     shows = body.return_documents is not False
     results = [
@@ -116,7 +117,7 @@ async def rerank(gateway: Gateway, request: Request, body: RerankBody) -> Respon
 
 
 async def score(gateway: Gateway, request: Request, body: ScoreBody) -> Response:
-    request_id, scores, usage = await _scores(gateway, request, body, body.pairs(), ("text_1", "text_2"), "score")
+    request_id, scores, usage = await _scores(gateway, request, body, body.pairs(), ("text_1", "text_2"))
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
     return json_response(
         {
@@ -130,41 +131,35 @@ def _usage(usage: Usage) -> dict[str, int]:
     return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens, "completion_tokens": 0}
 
 
-def _named(sides: tuple[str, str], pairs: Sequence[tuple[str, str]]) -> Iterator[list[str]]:
-    """The parameters of each pair's texts."""
-    varies = [len(set(texts)) > 1 for texts in zip(*pairs, strict=True)]
-    for index in range(len(pairs)):
-        yield [f"{side}[{index}]" if many else side for side, many in zip(sides, varies, strict=True)]
+def _named(sides: tuple[str, str], pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """The parameter of each text."""
+    names = dict[str, str]()
+    for side, texts in zip(sides, zip(*pairs, strict=True), strict=True):
+        is_list = len(set(texts)) > 1
+        for index, text in enumerate(texts):
+            names.setdefault(text, f"{side}[{index}]" if is_list else side)
+    return names
 
 
 async def _scores(
-    gateway: Gateway,
-    request: Request,
-    body: _RankingBody,
-    pairs: Sequence[tuple[str, str]],
-    sides: tuple[str, str],
-    prefix: str,
+    gateway: Gateway, request: Request, body: _RankingBody, pairs: Sequence[tuple[str, str]], sides: tuple[str, str]
 ) -> tuple[str, list[float], Usage]:
-    """`sides` are the pairs' parameters, `prefix` begins the answer's id, which comes first. Raises InvalidRequest."""
-    named, param = list(_named(sides, pairs)), sides[1]
+    """The answer's id, and its scores. `sides` are the pairs' parameters. Raises InvalidRequest."""
+    named, param = _named(sides, pairs), sides[1]
     if body.by_embedding(gateway):
-        name_of = dict(reversed([*zip(chain.from_iterable(pairs), chain.from_iterable(named), strict=True)]))
-        texts = list(dict.fromkeys(chain.from_iterable(pairs)))
-        names = {f"prompt[{index}]": name_of[text] for index, text in enumerate(texts)}
-        asked = body.asked(param, names, pooling=gateway.texts.config.pooling)
-        request_id, vectors, usage = await vectors_of(gateway, request, texts, asked, prefix=prefix)
-        vector_of = dict(zip(texts, vectors, strict=True))
+        asked = body.asked(param, list(named.values()), pooling=gateway.texts.config.pooling)
+        request_id, vectors, usage = await vectors_of(gateway, request, list(named), asked, prefix=body.prefix)
+        vector_of = dict(zip(named, vectors, strict=True))
         return request_id, [float(vector_of[query] @ vector_of[document]) for query, document in pairs], usage
     labels, repeated = await _yes_and_no(gateway), body.instruction or ""
     num_chars = sum(len(repeated) + len(query) + len(document) for query, document in pairs)
     if num_chars > (most := gateway.http.max_body_bytes):  # a query is read with each document
         problem = f"'{param}' makes prompts of {num_chars} characters"
         raise InvalidRequest(f"{problem}: one request may make {most}, send fewer at a time", param=param)
-    blamed = [first if "[" in first and "[" not in second else second for first, second in named]
-    names = {f"prompt[{index}]": name for index, name in enumerate(blamed)}
-    asked = body.asked(param, names, temperature=0.0, logprobs=0, label_token_ids=labels)
+    blamed = [named[max(pair, key=len)] for pair in pairs]
+    asked = body.asked(param, blamed, temperature=0.0, logprobs=0, label_token_ids=labels)
     prompts = [await _prompt(gateway, *pair, body.instruction, name) for pair, name in zip(pairs, blamed, strict=True)]
-    ask = text_request(gateway, request, prefix, asked, prompts)
+    ask = text_request(gateway, request, body.prefix, asked, prompts)
     answer = collect(gateway.answer(ask, track_of(request)), ask)
     choices, usage = await while_connected(request.scope, request.receive, answer)
     odds = [_odds(choice, labels) for choice in choices]

@@ -101,6 +101,7 @@ async def test_an_embedder_compares_vectors(tokenizer: Tokenizer) -> None:
         ("/v1/rerank", {"query": "q", "documents": ["d", "e" * 9999]}, "documents[1]"),
         ("/v1/rerank", {"query": "q", "documents": ["d", "d", "e" * 600], "method": "embedding"}, "documents[2]"),
         ("/v1/rerank", {"query": "q" * 600, "documents": ["d", "e"], "method": "embedding"}, "query"),
+        ("/v1/rerank", {"query": "q" * 600, "documents": ["d", "e"]}, "query"),
         ("/v1/score", {"text_1": "q", "text_2": ["d", "e" * 400]}, "text_2[1]"),
         ("/v1/score", {"text_1": ["d", "e" * 400], "text_2": "q"}, "text_1[1]"),
         ("/v1/score", {"text_1": ["d", "f"], "text_2": ["q", "e" * 600], "method": "embedding"}, "text_2[1]"),
