@@ -317,7 +317,8 @@ class GuidanceGrammars:
         if mask is not None and is_whole and self._ends(mask) and not matcher.is_accepting():
             mask = self._without_end(mask)
         if mask is None or not is_whole or not mask.any():
-            raise InvalidRequest(f"the answer cannot follow it: {in_our_words(matcher.get_error())}", param="grammar")
+            wrong = in_our_words(matcher.get_error())
+            raise InvalidRequest(f"the answer cannot follow its grammar: {wrong}", param="grammar")
         return mask
 
     def _ends(self, mask: Mask) -> bool:
