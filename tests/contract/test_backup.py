@@ -20,6 +20,7 @@ import pytest
 from cluster.gateway.gateway_server import GatewayServer
 from cluster.gateway.model_backend import ModelSettings
 from protos.tls import FaceTls, PeerTls
+from router.database.database import Database
 from router.files.batch_storage import CONTENTS, DATABASE
 from router.observe.ledger.ledger_report import sums
 from router.observe.ledger.ledger_tables import ledger_database
@@ -65,15 +66,23 @@ class Place:
         shutil.copytree(self.folder / "batches" / CONTENTS, to.folder / "batches" / CONTENTS)
 
     def outcomes(self) -> dict[str, int]:
-        """Requests by outcome, from the sums and row by row."""
+        """Requests by outcome, from the sums and row by row, while no row is added."""
         with closing(ledger_database(self.url or self.folder / "ledger.db")) as ledger:
-            counted = {
-                row.group["outcome"]: row.requests for row in sums(ledger, since_s=0, until_s=10**11, by=("outcome",))
-            }
-            with ledger.reading() as transaction:
-                rows = transaction.run("SELECT outcome, count(*) AS num FROM requests GROUP BY outcome")
-        assert counted == {row["outcome"]: row["num"] for row in rows}
-        return counted
+            while True:
+                before = _by_outcome(ledger)
+                counted = {
+                    row.group["outcome"]: row.requests
+                    for row in sums(ledger, since_s=0, until_s=10**11, by=("outcome",))
+                }
+                if before == _by_outcome(ledger):
+                    assert counted == before
+                    return counted
+
+
+def _by_outcome(ledger: Database) -> dict[str, int]:
+    with ledger.reading() as transaction:
+        rows = transaction.run("SELECT outcome, count(*) AS num FROM requests GROUP BY outcome")
+    return {row["outcome"]: row["num"] for row in rows}
 
 
 @pytest.fixture
