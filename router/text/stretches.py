@@ -67,7 +67,7 @@ class Stretches:
             self._cuts.intersection_update(controls)
         if any(token.single_word for token in added):
             self._cuts.clear()
-        self._pattern = re.compile(any_of(token.content for token in raw) if raw else "(?!)")
+        self._raw = [token.content for token in raw]
         self._reader, self._max_bytes = reader, max_bytes
         self._ids: OrderedDict[bytes, bytes] = OrderedDict()
         self.num_bytes = self._num_prompts = 0
@@ -83,12 +83,12 @@ class Stretches:
         root = blake2b(salt, digest_size=32).digest()
         keys = [blake2b(f"{inner}{part}".encode(), digest_size=16, key=root).digest() for part, inner in parts]
         with self._lock:
-            known = {key: self._find(key) for key in keys}
-            missing = {key: part for key, part in zip(keys, parts, strict=True) if known[key] is None}
+            remembered = {key: self._find(key) for key in keys}
+            missing = {key: part for key, part in zip(keys, parts, strict=True) if remembered[key] is None}
             self._num_prompts += 1
             is_checked = self._num_prompts % CHECK_EVERY == 0
         read = dict(zip(missing, map(_packed, self._reader([*missing.values()])), strict=True))
-        ids = tuple(array("I", b"".join(read.get(key) or known[key] or b"" for key in keys)))
+        ids = tuple(array("I", b"".join(read.get(key) or remembered[key] or b"" for key in keys)))
         with self._lock:
             for key, packed in read.items():
                 self._keep(key, packed)
@@ -115,6 +115,10 @@ class Stretches:
                 number += 1
             inside[number].append((start - bounds[number], end - bounds[number]))
         return [(text[start:end], tuple(each)) for (start, end), each in zip(pairwise(bounds), inside, strict=True)]
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(any_of(self._raw) if self._raw else "(?!)")
 
     def _find(self, key: bytes) -> bytes | None:
         if key in self._ids:
