@@ -128,9 +128,6 @@ class QuantisedWeight:
     def row_tiles(self) -> list[slice]:
         return tiles_of(self.num_outputs, self.num_columns)
 
-    def cut_outputs(self, start: int, size: int) -> QuantisedWeight:
-        return self.outputs(slice(start, start + size))
-
     def outputs(self, rows: slice | torch.Tensor) -> QuantisedWeight:
         """The weight of some outputs: a slice, or int64 indices."""
         return replace(
