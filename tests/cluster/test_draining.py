@@ -6,7 +6,7 @@ Real gRPC and real lanes in one process; two decode workers behind one prefill w
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -57,9 +57,12 @@ class Cluster:
     router: Router
     workers: dict[str, Worker] = field(default_factory=dict)
     incarnation: int = 0
-    holds: bool = False
-    """Workers whose sequences all have `HELD_AT` tokens wait, so that none ends before what the test does to them."""
+    released: threading.Event = field(default_factory=threading.Event)
+    """While it is clear, workers whose sequences all have `HELD_AT` tokens wait, so that none ends before its drain."""
     num_jobs: int = 0
+
+    def __post_init__(self) -> None:
+        self.released.set()
 
     @property
     def fleet(self) -> Fleet:
@@ -87,10 +90,9 @@ class Cluster:
 
         def held(now: float) -> list[Any]:
             lengths = [len(request.output_ids) for request in engine.scheduler.requests()]
-            if not self.holds or min(lengths, default=0) < HELD_AT:
+            if min(lengths, default=0) < HELD_AT or self.released.wait(0.001):  # orders are read between steps
                 updates: list[Any] = step(now)
                 return updates
-            time.sleep(0.001)
             return []
 
         engine.step = held
@@ -108,7 +110,7 @@ class Cluster:
     async def replace(self, worker_id: str) -> None:
         """A worker is drained, ended and started again, as by `baton drain` and a supervisor."""
         await self.fleet.drain(worker_id)
-        self.holds = False
+        self.released.set()
         worker = self.workers.pop(worker_id)
         await worker.wait()
         await worker.stop()
@@ -180,7 +182,7 @@ async def test_a_rolling_drain_changes_no_answer(checkpoint: Path, worker_ids: t
     async with cluster_of(checkpoint, *worker_ids) as cluster:
         undisturbed = [await client.answer() for client in await ask_all(cluster)]
         for worker_id in worker_ids:
-            cluster.holds = True
+            cluster.released.clear()
             clients = await ask_all(cluster)
             num_moved = cluster.generate.moves.num_moved
             await cluster.replace(worker_id)
