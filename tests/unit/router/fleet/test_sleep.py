@@ -69,10 +69,15 @@ def test_the_estimate_is_a_measured_start_less_its_age() -> None:
     assert (sleep.may_serve, sleep.describe(20.0)) == (False, "")
 
 
+def watch(fleet: EmptyFleet, owner: SleepingOwner) -> asyncio.Task[None]:
+    """Starts a watch, which uses no more of a fleet than this one has."""
+    return asyncio.create_task(SleepWatch(fleet.sleep, fleet, owner).run())  # type: ignore[arg-type]
+
+
 async def test_a_sleeping_fleet_is_woken_once_by_a_waiting_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.fleet.sleep.LOOK_S", 0.001)
     fleet, owner = EmptyFleet(), SleepingOwner()
-    watching = asyncio.create_task(SleepWatch(fleet.sleep, fleet, owner).run())  # type: ignore[arg-type]  # what the watch uses of it
+    watching = watch(fleet, owner)
     await owner.viewed.wait()
     assert owner.orders == []
     fleet.sleep.wanted.set()
@@ -97,7 +102,7 @@ async def test_an_owner_that_does_not_answer_is_tried_again(monkeypatch: pytest.
 
     monkeypatch.setattr(owner, "view", view)
     fleet.sleep.wanted.set()
-    watching = asyncio.create_task(SleepWatch(fleet.sleep, fleet, owner).run())  # type: ignore[arg-type]  # what the watch uses of it
+    watching = watch(fleet, owner)
     await owner.ordered.wait()
     watching.cancel()
 
@@ -116,7 +121,7 @@ async def test_a_wake_that_fails_is_logged_and_ordered_again(
 
     monkeypatch.setattr(owner, "order", failing)
     fleet.sleep.wanted.set()
-    watching = asyncio.create_task(SleepWatch(fleet.sleep, fleet, owner).run())  # type: ignore[arg-type]  # what the watch uses of it
+    watching = watch(fleet, owner)
     async with asyncio.timeout(60):
         await owner.ordered.wait()
     watching.cancel()
