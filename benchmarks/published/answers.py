@@ -2,9 +2,9 @@
 
     python -m benchmarks.published.answers FILE.gguf
 
-60 questions of questions.json, three seeds each: at OpenAI's sampling (temperature 1, nothing cut) and at that of
-`baton chat`. Drafts: greedy answers to the questions and to requests that copy held-out source code; every draft is as
-long as it may be, whatever it costs. "model" drafts with the served model itself.
+The 60 questions of questions.json are asked with three seeds each, at OpenAI's sampling (temperature 1, nothing cut)
+and at that of `baton chat`. Drafts are counted in greedy answers to the questions and to requests that copy held-out
+source code. Every draft is as long as it may be, whatever it costs; "model" drafts with the served model itself.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DraftedRun:
 def answers(
     file: Path, prompts: Prompts, samplings: Sequence[SamplingParams], speculate: str = "off", at_once: int = 16
 ) -> tuple[list[list[int]], SpeculationCounts | None]:
-    """One for each prompt. No step takes time, so that every draft pays."""
+    """Returns the token ids of an answer to each prompt. No step takes time, so that every draft pays."""
     config = WorkerConfig(model=str(file), device="cpu", num_blocks=2048, speculate=speculate, max_drafts=4)
     rank = open_rank(config, Solo())
     leader = Leader(rank.group)

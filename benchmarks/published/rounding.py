@@ -13,6 +13,7 @@ import json
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,7 +119,7 @@ def measured(file: Path, llama_python: Path | None) -> list[RoundedRun]:
     for kind in KINDS:
         cache = CachedModel(model, kind, WINDOW)
         scored = [cached_scores(cache, *sequence) for sequence in sequences]
-        ppl = perplexity(windows, lambda ids, cache=cache: cache.logits(ids, 0))  # type: ignore[misc]
+        ppl = perplexity(windows, partial(cache.logits, start=0))
         runs.append(run_of(f"Baton, bfloat16, KV {kind}", scored, reference, ppl))
     if llama_python is not None:
         runs.append(run_of(*llama_scores(llama_python, file, sequences), reference))

@@ -174,9 +174,9 @@ def choices(worker: WorkerConfig, reports: Sequence[WorkerInfo]) -> Sequence[str
         return []
     info, defaults = reports[0], WorkerConfig(model=worker.model)
     rooms = [
-        f"{role} {one.num_blocks * one.layout.stored_bytes / 2**30:.2f} GiB for "
-        f"{counted(one.num_blocks * one.layout.block_size, 'token')}"
-        for role, one in {report.role: report for report in reports}.items()
+        f"{role} {report.num_blocks * report.layout.stored_bytes / 2**30:.2f} GiB for "
+        f"{counted(report.num_blocks * report.layout.block_size, 'token')}"
+        for role, report in {report.role: report for report in reports}.items()
     ]
     if is_gpu := info.device == "cuda":
         size = f"{worker.memory_fraction or GPU_FRACTION:g} of the GPU's memory, less weights and the largest step"

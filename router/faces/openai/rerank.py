@@ -171,8 +171,8 @@ async def _scores(
 async def _yes_and_no(gateway: Gateway) -> tuple[int, ...]:
     """Raises InvalidRequest."""
     encoded = await gateway.texts.tokenizer.encode(["yes", "no"], add_special_tokens=False)
-    known = {ids for ids in encoded if len(ids) == 1 and ids[0] < gateway.card.vocab_size}
-    if len(known) < len(encoded):  # one id for both is that of an unknown word
+    single = {ids for ids in encoded if len(ids) == 1 and ids[0] < gateway.card.vocab_size}
+    if len(single) < len(encoded):  # one id for both is that of an unknown word
         raise InvalidRequest(
             f"The tokenizer of '{gateway.card.name}' has no tokens for yes and no: rerank with another model, or with "
             '"method": "embedding"',
@@ -195,8 +195,8 @@ async def _prompt(gateway: Gateway, query: str, document: str, instruction: str 
 
 def _odds(choice: TextDelta, labels: tuple[int, ...]) -> float:
     """The logprob of yes less that of no. Raises Unavailable."""
-    logprobs = {token.token_id: token.logprob for one in choice.logprobs for token in one.top}
-    if not logprobs.keys() >= set(labels):
+    likely = {token.token_id: token.logprob for logprobs in choice.logprobs for token in logprobs.top}
+    if not likely.keys() >= set(labels):
         raise Unavailable("The worker sent no logprobs of yes and no: it is of an older version of Baton")
-    yes, no = (logprobs[token_id] for token_id in labels)
+    yes, no = (likely[token_id] for token_id in labels)
     return yes - no
